@@ -1,0 +1,119 @@
+"""The number formats of the checkpoint and the caches, one definition each (architecture.md section 6).
+
+| format | code | values |
+|---|---|---|
+| E2M1 ("FP4") | 4 bits in uint8, bit 3 the sign | 0, .5, 1, 1.5, 2, 3, 4, 6 |
+| E4M3 ("FP8") | `float8_e4m3fn` | largest 448; 0x7F and 0xFF are NaN |
+| E8M0 scale | uint8 `e` | 2^(e - 127); 255 is NaN |
+
+Casts into E2M1 and E4M3 round to nearest, ties to even, and saturate. NaN inputs become NaN in E4M3 and E8M0; E2M1 has no
+NaN, so there the group's scale carries it. All functions are elementwise on any shape, use integer operations on float32
+bits, and keep float32 subnormals (2^-127 is one) on backends that flush them.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+E4M3_MAX = 448.0
+E2M1_MAX = 6.0
+E2M1_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+
+
+def ceil_log2_exponent(x: jax.Array) -> jax.Array:
+    """E8M0 byte of the smallest power of two that is not below `x`, for normal positive float32 `x`.
+
+    Exact on the bits: the biased exponent, plus one if any mantissa bit is set. Infinity and NaN give 255.
+    """
+    bits = _bits(x)
+    exponent = ((bits >> 23) & 0xFF).astype(jnp.int32)
+    rounded_up = exponent + ((bits & 0x7FFFFF) != 0)
+    return jnp.minimum(rounded_up, 255).astype(jnp.uint8)
+
+
+def e8m0_to_f32(e: jax.Array) -> jax.Array:
+    """uint8 E8M0 -> float32 powers of two; 0 -> 2^-127 (a subnormal), 255 -> NaN."""
+    exponent = e.astype(jnp.uint32)
+    bits = jnp.where(exponent == 0, jnp.uint32(0x00400000), exponent << 23)
+    bits = jnp.where(exponent == 255, jnp.uint32(0x7FC00000), bits)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def e8m0_reciprocal_to_f32(e: jax.Array) -> jax.Array:
+    """uint8 E8M0 -> float32 2^(127 - e), exact; 254 -> 2^-127, 255 -> NaN."""
+    exponent = e.astype(jnp.uint32)
+    return jnp.where(exponent == 255, jnp.float32(jnp.nan), e8m0_to_f32(254 - jnp.minimum(exponent, 254)))
+
+
+def f32_to_e4m3(x: jax.Array) -> jax.Array:
+    """float32 -> `float8_e4m3fn`, to nearest even, saturating at +-448; NaN stays NaN."""
+    return jnp.clip(x, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
+
+
+def e4m3_to_f32(code: jax.Array) -> jax.Array:
+    """`float8_e4m3fn` -> float32, exact."""
+    return code.astype(jnp.float32)
+
+
+def e4m3_to_byte(code: jax.Array) -> jax.Array:
+    """`float8_e4m3fn` -> its uint8 bits."""
+    return jax.lax.bitcast_convert_type(code, jnp.uint8)
+
+
+def byte_to_e4m3(byte: jax.Array) -> jax.Array:
+    """uint8 bits -> `float8_e4m3fn`."""
+    return jax.lax.bitcast_convert_type(byte, jnp.float8_e4m3fn)
+
+
+def f32_to_e2m1(x: jax.Array) -> jax.Array:
+    """float32 -> E2M1 code 0..15 in uint8, to nearest even, saturating at +-6.
+
+    The sign of zero is kept. NaN has no code: it gives 0 or 8 (the scale of its group must carry it).
+    """
+    magnitude = jnp.abs(x)
+    code = jnp.zeros(x.shape, jnp.uint8)
+    # Midpoints between neighbours; a tie goes to the neighbour whose code is even.
+    for boundary, to_even_below in (
+        (0.25, True), (0.75, False), (1.25, True), (1.75, False), (2.5, True), (3.5, False), (5.0, True),
+    ):  # fmt: skip
+        above = magnitude > boundary if to_even_below else magnitude >= boundary
+        code = code + above.astype(jnp.uint8)
+    sign = (_bits(x) >> 31).astype(jnp.uint8) << 3
+    return code | sign
+
+
+def e2m1_to_f32(code: jax.Array) -> jax.Array:
+    """E2M1 code 0..15 (uint8) -> float32, exact; code 8 is -0."""
+    c = code.astype(jnp.uint32)
+    mantissa, exponent = c & 1, (c >> 1) & 3
+    normal = ((exponent + 126) << 23) | (mantissa << 22)
+    subnormal = mantissa * jnp.uint32(0x3F000000)  # 0 or 0.5
+    bits = jnp.where(exponent == 0, subnormal, normal) | ((c >> 3) << 31)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def pack_adjacent(codes: jax.Array) -> jax.Array:
+    """E2M1 codes [..., C] -> bytes [..., C/2]: channel 2j in the low nibble, 2j+1 in the high (checkpoint, index keys)."""
+    pairs = codes.reshape(*codes.shape[:-1], -1, 2)
+    return pairs[..., 0] | (pairs[..., 1] << 4)
+
+
+def unpack_adjacent(packed: jax.Array) -> jax.Array:
+    """Bytes [..., C/2] -> E2M1 codes [..., C]; the inverse of `pack_adjacent`."""
+    pairs = jnp.stack([packed & 0xF, packed >> 4], axis=-1)
+    return pairs.reshape(*packed.shape[:-1], -1)
+
+
+def pack_halves(codes: jax.Array) -> jax.Array:
+    """E2M1 codes [..., C] -> bytes [..., C/2]: channel j low, channel j + C/2 high (main KV in the cache)."""
+    low, high = jnp.split(codes, 2, axis=-1)
+    return low | (high << 4)
+
+
+def unpack_halves(packed: jax.Array) -> jax.Array:
+    """Bytes [..., C/2] -> E2M1 codes [..., C]; the inverse of `pack_halves`."""
+    return jnp.concatenate([packed & 0xF, packed >> 4], axis=-1)

@@ -1,0 +1,1 @@
+"""Index scores: how much a query wants each compressed position."""

@@ -1,0 +1,1 @@
+"""Block-scaled quantisation: FP8 activations and window KV, MXFP4 index keys, FP4 main KV, stored weights."""

@@ -1,0 +1,93 @@
+"""What the block formats mean, in plain jnp (architecture.md section 6). Every backend must give these bits.
+
+Groups run along the last axis. `values` are what the tensor stores, `scales` one byte a group.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import formats
+from pallas_kernels.rounding import round_to_bf16
+
+FP8_GROUP = 32
+MXFP4_GROUP = 32
+KV_FP4_GROUP = 16
+WEIGHT_BLOCK = 32
+
+_FP8_AMAX_FLOOR = 1e-4
+_MXFP4_AMAX_FLOOR = 6.0 * 2.0**-126
+_KV_FP4_AMAX_FLOOR = 6.0 * 2.0**-9
+
+
+def _grouped(x: jax.Array, group: int) -> jax.Array:
+    return x.astype(jnp.float32).reshape(*x.shape[:-1], -1, group)
+
+
+def _amax(grouped: jax.Array, floor: float) -> jax.Array:
+    # jnp.max propagates NaN, jnp.maximum too: a NaN input shows up in the scale.
+    return jnp.maximum(jnp.max(jnp.abs(grouped), axis=-1), jnp.float32(floor))
+
+
+def _spread(scales: jax.Array, group: int) -> jax.Array:
+    """One scale a group [..., G] -> one a channel [..., G * group]."""
+    return jnp.repeat(scales, group, axis=-1)
+
+
+def quantize_fp8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[..., C] -> E4M3 [..., C] and E8M0 uint8 [..., C/32]; scale = 2^ceil(log2(max(amax, 1e-4) / 448))."""
+    grouped = _grouped(x, FP8_GROUP)
+    scales = formats.ceil_log2_exponent(_amax(grouped, _FP8_AMAX_FLOOR) * jnp.float32(1.0 / 448.0))
+    codes = formats.f32_to_e4m3(grouped * formats.e8m0_reciprocal_to_f32(scales)[..., None])
+    return codes.reshape(x.shape), scales
+
+
+def dequantize_fp8(values: jax.Array, scales: jax.Array) -> jax.Array:
+    """E4M3 [..., C], E8M0 uint8 [..., C/32] -> bfloat16 [..., C]."""
+    return round_to_bf16(formats.e4m3_to_f32(values) * _spread(formats.e8m0_to_f32(scales), FP8_GROUP))
+
+
+def quantize_mxfp4(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[..., C] -> E2M1 codes, adjacent pairs a byte [..., C/2], and E8M0 uint8 [..., C/32].
+
+    scale = 2^ceil(log2(max(amax, 6 * 2^-126) / 6)).
+    """
+    grouped = _grouped(x, MXFP4_GROUP)
+    scales = formats.ceil_log2_exponent(_amax(grouped, _MXFP4_AMAX_FLOOR) * jnp.float32(1.0 / 6.0))
+    codes = formats.f32_to_e2m1(grouped * formats.e8m0_reciprocal_to_f32(scales)[..., None])
+    return formats.pack_adjacent(codes.reshape(x.shape)), scales
+
+
+def dequantize_mxfp4(packed: jax.Array, scales: jax.Array) -> jax.Array:
+    """Bytes [..., C/2] in adjacent order, E8M0 uint8 [..., C/32] -> bfloat16 [..., C]."""
+    codes = formats.unpack_adjacent(packed)
+    return round_to_bf16(formats.e2m1_to_f32(codes) * _spread(formats.e8m0_to_f32(scales), MXFP4_GROUP))
+
+
+def quantize_kv_fp4(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[..., C] -> E2M1 codes, half-split [..., C/2], and E4M3 scale bytes uint8 [..., C/16].
+
+    scale = E4M3(max(amax, 6 * 2^-9) / 6), saturating; there is no second-level scale.
+    """
+    grouped = _grouped(x, KV_FP4_GROUP)
+    scales = formats.f32_to_e4m3(_amax(grouped, _KV_FP4_AMAX_FLOOR) / jnp.float32(6.0))
+    codes = formats.f32_to_e2m1(grouped / formats.e4m3_to_f32(scales)[..., None])
+    return formats.pack_halves(codes.reshape(x.shape)), formats.e4m3_to_byte(scales)
+
+
+def dequantize_kv_fp4(packed: jax.Array, scales: jax.Array) -> jax.Array:
+    """Bytes [..., C/2] in half-split order, E4M3 scale bytes [..., C/16] -> bfloat16 [..., C]."""
+    scale = formats.e4m3_to_f32(formats.byte_to_e4m3(scales))
+    return round_to_bf16(formats.e2m1_to_f32(formats.unpack_halves(packed)) * _spread(scale, KV_FP4_GROUP))
+
+
+def dequantize_weight_fp8(values: jax.Array, scales: jax.Array) -> jax.Array:
+    """E4M3 [..., out, in], E8M0 uint8 [..., ceil(out/32), ceil(in/32)] -> bfloat16 [..., out, in]."""
+    out_dim, in_dim = values.shape[-2:]
+    scale = formats.e8m0_to_f32(scales)
+    scale = jnp.repeat(jnp.repeat(scale, WEIGHT_BLOCK, axis=-2), WEIGHT_BLOCK, axis=-1)
+    return round_to_bf16(formats.e4m3_to_f32(values) * scale[..., :out_dim, :in_dim])
+
+
+def dequantize_weight_fp4(packed: jax.Array, scales: jax.Array) -> jax.Array:
+    """Bytes [..., out, in/2] in adjacent order, E8M0 uint8 [..., out, in/32] -> bfloat16 [..., out, in]."""
+    return dequantize_mxfp4(packed, scales)

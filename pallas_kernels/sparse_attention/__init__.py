@@ -1,0 +1,1 @@
+"""Attention of each query over its own gathered entries, with a sink."""

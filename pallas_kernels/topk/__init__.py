@@ -1,0 +1,1 @@
+"""Exact top-k of scores that arrive piece by piece."""

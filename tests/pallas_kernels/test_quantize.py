@@ -1,0 +1,163 @@
+"""Block formats against the golden primitives: every bit."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pallas_kernels import formats
+from pallas_kernels.quantize import ops
+from tests.golden import primitives
+
+
+def _same(actual, expected):
+    np.testing.assert_array_equal(np.asarray(actual, np.float32), np.asarray(expected, np.float32))
+
+
+@pytest.fixture(params=["eager", "jit"])
+def run(request):
+    return jax.jit if request.param == "jit" else lambda f: f
+
+
+def test_fp8_golden(run):
+    g = primitives()
+    codes, scales = run(ops.quantize_fp8)(g["act_quant.x"])
+    _same(formats.e4m3_to_byte(codes), g["act_quant.codes"])
+    _same(scales, g["act_quant.scale_e8m0"])
+    _same(run(ops.dequantize_fp8)(codes, scales), g["act_quant.inplace"])
+
+
+def test_mxfp4_golden(run):
+    g = primitives()
+    packed, scales = run(ops.quantize_mxfp4)(g["fp4_e8m0_b32.x"])
+    _same(packed, g["fp4_e8m0_b32.packed"])
+    _same(scales, g["fp4_e8m0_b32.scale_e8m0"])
+    _same(run(ops.dequantize_mxfp4)(packed, scales), g["fp4_e8m0_b32.inplace"])
+
+
+def test_kv_fp4_golden(run):
+    g = primitives()
+    packed, scales = run(ops.quantize_kv_fp4)(g["fp4_e4m3_b16.x"])
+    _same(formats.pack_adjacent(formats.unpack_halves(packed)), g["fp4_e4m3_b16.packed"])
+    _same(scales, g["fp4_e4m3_b16.scale_e4m3"])
+    _same(run(ops.dequantize_kv_fp4)(packed, scales), g["fp4_e4m3_b16.inplace"])
+
+
+def test_released_bytes():
+    g = primitives()
+    fp8 = formats.byte_to_e4m3(jnp.asarray(g["real.fp8.bytes"]))
+    _same(formats.e4m3_to_f32(fp8) * formats.e8m0_to_f32(jnp.asarray(g["real.fp8.scale_byte"])), g["real.fp8.value"])
+    packed = jnp.asarray(g["real.fp4.bytes"])
+    _same(ops.dequantize_weight_fp4(packed[None], jnp.asarray(g["real.fp4.scale_byte"])[None])[0], g["real.fp4.value"])
+
+
+def _with_amax(amax, group):
+    x = np.zeros(group, np.float32)
+    x[3] = amax
+    return jnp.asarray(x)
+
+
+@pytest.mark.parametrize(("amax", "byte"), [(0, 105), (1e-5, 105), (1.0, 119), (448, 127), (449, 128)])
+def test_case_n6_window_scales(amax, byte):
+    codes, scales = ops.quantize_fp8(_with_amax(amax, 32))
+    assert int(scales[0]) == byte
+    if amax == 449:
+        assert float(formats.e4m3_to_f32(codes)[3]) == 224
+        assert float(ops.dequantize_fp8(codes, scales)[3]) == 448
+
+
+@pytest.mark.parametrize(("amax", "byte"), [(0, 1), (0.75, 124), (3, 126), (6, 127), (6.0001, 128)])
+def test_case_n7_index_key_scales(amax, byte):
+    assert int(ops.quantize_mxfp4(_with_amax(amax, 32))[1][0]) == byte
+
+
+@pytest.mark.parametrize(
+    ("amax", "scale", "value"),
+    [
+        (0, 2.0**-9, 0), (6, 1, 6), (6.3, 1, 6), (6.375, 1, 6), (7, 1.125, 6.75), (2688, 448, 2688), (3000, 448, 2688),
+    ],
+)  # fmt: skip
+def test_case_n8_main_kv_scales(amax, scale, value):
+    packed, scales = ops.quantize_kv_fp4(jnp.tile(_with_amax(amax, 16), 2))
+    assert float(formats.e4m3_to_f32(formats.byte_to_e4m3(scales))[0]) == scale
+    assert float(ops.dequantize_kv_fp4(packed, scales)[3]) == value
+
+
+def test_case_n9_e4m3_specials():
+    values = formats.e4m3_to_f32(formats.byte_to_e4m3(jnp.array([0x7E, 0x7F, 0xFF, 0x01, 0x3F], jnp.uint8)))
+    np.testing.assert_array_equal(values, np.array([448, np.nan, np.nan, 2.0**-9, 1.875], np.float32))
+
+
+def test_case_l1_packed_fp4_is_not_fp8():
+    value = ops.dequantize_mxfp4(jnp.full((16,), 0x3F, jnp.uint8), jnp.array([128], jnp.uint8))
+    assert value[0] == -12
+    assert value[1] == 3
+
+
+def test_case_l3_e8m0_edges():
+    decoded = formats.e8m0_to_f32(jnp.array([0, 127, 128, 254, 255], jnp.uint8))
+    # Compared as bits: a flushed subnormal would pass a comparison of values on a flushing backend.
+    expected = np.array([2.0**-127, 1, 2, 2.0**127], np.float32).view(np.uint32)
+    np.testing.assert_array_equal(np.asarray(decoded).view(np.uint32)[:4], expected)
+    assert np.isnan(decoded[4])
+
+
+def test_case_c12_requantising_is_not_idempotent():
+    """Why the caches keep the original codes and never round twice."""
+    x = _with_amax(9 * 2.0**-9, 32)
+    first = ops.dequantize_kv_fp4(*ops.quantize_kv_fp4(x))
+    second = ops.dequantize_kv_fp4(*ops.quantize_kv_fp4(first))
+    assert float(first[3]) == 8 * 2.0**-9
+    assert float(second[3]) == 6 * 2.0**-9
+
+
+def test_nan_reaches_the_scale_or_the_code():
+    x = _with_amax(np.nan, 32)
+    assert int(ops.quantize_mxfp4(x)[1][0]) == 255
+    assert int(ops.quantize_fp8(x)[1][0]) == 255
+    assert np.isnan(np.asarray(ops.dequantize_kv_fp4(*ops.quantize_kv_fp4(x)), np.float32)[:16]).all()
+
+
+def test_e2m1_all_codes_agree_with_ml_dtypes():
+    codes = np.arange(16, dtype=np.uint8)
+    expected = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    decoded = np.asarray(formats.e2m1_to_f32(jnp.asarray(codes)))
+    np.testing.assert_array_equal(decoded.view(np.uint32), expected.view(np.uint32))
+    np.testing.assert_array_equal(formats.f32_to_e2m1(jnp.asarray(expected)), codes)
+
+
+@given(st.lists(st.floats(-8, 8, width=32), min_size=1, max_size=50))
+def test_e2m1_rounding_agrees_with_ml_dtypes(values):
+    x = np.array(values, np.float32)
+    expected = np.clip(x, -6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+    np.testing.assert_array_equal(formats.f32_to_e2m1(jnp.asarray(x)), expected)
+
+
+@given(st.lists(st.integers(0, 15), min_size=2, max_size=64).filter(lambda v: len(v) % 2 == 0))
+def test_packing_round_trips(codes):
+    codes = jnp.array(codes, jnp.uint8)
+    np.testing.assert_array_equal(formats.unpack_adjacent(formats.pack_adjacent(codes)), codes)
+    np.testing.assert_array_equal(formats.unpack_halves(formats.pack_halves(codes)), codes)
+
+
+@given(st.floats(2.0**-126, 2.0**127, width=32))
+def test_ceil_log2_is_exact(value):
+    exponent = int(formats.ceil_log2_exponent(jnp.float32(value)))
+    mantissa, power = np.frexp(np.float32(value))
+    assert exponent == min(power - (mantissa == 0.5) + 127, 255)
+
+
+@pytest.mark.parametrize("factor", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("quantise", ["fp8", "mxfp4", "kv_fp4"])
+def test_case_n5_any_magnitude_is_finite(factor, quantise):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(4, 64)).astype(np.float32) * factor
+    x[0] = 0
+    x[1, 5] = 3e5 * factor
+    quantize, dequantize = getattr(ops, f"quantize_{quantise}"), getattr(ops, f"dequantize_{quantise}")
+    y = np.asarray(dequantize(*quantize(jnp.asarray(x))), np.float32)
+    assert np.isfinite(y).all()
+    assert (y[0] == 0).all()
