@@ -1,23 +1,15 @@
 """The released `config.json` as frozen dataclasses, checked on construction.
 
-Field names, nesting and values are those of the release (checkpoint.md, "config.json"). Unknown keys are refused so that a
-misspelt or newer field is never silently ignored.
+Field names, nesting and values are those of the release (checkpoint.md, "config.json").
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
-import pathlib
-import types
-import typing
 from typing import Any
 
 from dsv41.config.errors import ConfigError
-
-# Bookkeeping keys that tools add to config.json and that say nothing about the computation.
-_IGNORED_TOP_LEVEL_KEYS = frozenset({"transformers_version", "_name_or_path", "torch_dtype", "auto_map"})
+from dsv41.config.schedule import layer_schedule
 
 
 def _require(condition: bool, field: str, expected: str, value: Any) -> None:
@@ -95,10 +87,12 @@ class VisionConfig:
         p = "vision_config"
         for field in (
             "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "patch_size",
-            "downsample_ratio", "max_image_tokens", "min_pixels",
+            "rope_theta", "downsample_ratio", "max_image_tokens", "min_pixels",
         ):  # fmt: skip
-            _require(getattr(self, field) > 0, f"{p}.{field}", "a positive integer", getattr(self, field))
+            _require(getattr(self, field) > 0, f"{p}.{field}", "a positive number", getattr(self, field))
         _require_multiple(self, p, "hidden_size", 4 * self.num_attention_heads)
+        ratio = self.max_wh_ratio
+        _require(ratio is None or ratio > 0, f"{p}.max_wh_ratio", "a positive number or null", ratio)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -233,6 +227,13 @@ def _check_text_lists(c: TextConfig) -> None:
         for field in ("engram_max_ngram_size", "engram_vocab_size", "engram_n_heads", "engram_compressed_vocab_size"):
             _require(getattr(c, field) > 0, f"{p}.{field}", "a positive integer", getattr(c, field))
         _require(c.engram_max_ngram_size >= 2, f"{p}.engram_max_ngram_size", "at least 2", c.engram_max_ngram_size)
+        _require(
+            all(n > 0 for n in c.engram_num_embeddings),
+            f"{p}.engram_num_embeddings",
+            "positive row counts",
+            c.engram_num_embeddings,
+        )
+        _require(c.engram_head_dim > 0, f"{p}.engram_head_dim", "a positive integer", c.engram_head_dim)
         _require_multiple(c, p, "engram_head_dim", 32)
         _require(
             0 <= c.engram_pad_token_id < c.vocab_size,
@@ -286,114 +287,4 @@ class ModelConfig:
                 value,
             )
         # A malformed schedule is a malformed config: refuse it here, not at the first forward.
-        from dsv41.config.schedule import layer_schedule
-
         layer_schedule(self.text_config)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _coerce(name: str, hint: Any, value: Any) -> Any:
-    """Checks a JSON value against a field's annotation; lists become tuples, objects become dataclasses."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        options = typing.get_args(hint)
-        if value is None and type(None) in options:
-            return None
-        (hint,) = [o for o in options if o is not type(None)]
-    if dataclasses.is_dataclass(hint):
-        return _from_dict(hint, value, name)
-    if typing.get_origin(hint) is tuple:
-        item = typing.get_args(hint)[0]
-        if not isinstance(value, list | tuple):
-            raise ConfigError(f"{name}: expected a list of {item.__name__}, got {value!r}")
-        return tuple(_coerce(f"{name}[{i}]", item, v) for i, v in enumerate(value))
-    if hint is float:
-        ok = _is_number(value) and math.isfinite(value)
-    elif hint is int:
-        ok = isinstance(value, int) and not isinstance(value, bool)
-    else:
-        ok = isinstance(value, hint)
-    if not ok:
-        raise ConfigError(f"{name}: expected {hint.__name__}, got {value!r}")
-    return value
-
-
-def _from_dict(cls: type, data: Any, prefix: str) -> Any:
-    if not isinstance(data, dict):
-        raise ConfigError(f"{prefix or 'config'}: expected a JSON object, got {type(data).__name__}")
-    hints = typing.get_type_hints(cls)
-    dot = f"{prefix}." if prefix else ""
-    unknown = sorted(set(data) - set(hints) - (set() if prefix else _IGNORED_TOP_LEVEL_KEYS))
-    if unknown:
-        raise ConfigError(f"unknown field {', '.join(dot + k for k in unknown)}")
-    return cls(**{k: _coerce(dot + k, hints[k], v) for k, v in data.items() if k in hints})
-
-
-def config_from_dict(data: dict[str, Any]) -> ModelConfig:
-    """Builds a `ModelConfig` from parsed JSON.
-
-    Every text size must be spelt out: a released-layout file that omits one is more likely truncated than default.
-    A missing `quantization_config` or `vision_config` means the model has none.
-
-    Raises:
-      ConfigError: a field is unknown, missing, of the wrong type or impossible; the message names it.
-    """
-    if not isinstance(data, dict):
-        raise ConfigError(f"config: expected a JSON object, got {type(data).__name__}")
-    text = data.get("text_config")
-    if not isinstance(text, dict):
-        raise ConfigError("text_config: missing or not a JSON object")
-    missing = [f.name for f in dataclasses.fields(TextConfig) if f.name not in text]
-    if missing:
-        raise ConfigError(f"missing field {', '.join('text_config.' + m for m in missing)}")
-    return _from_dict(ModelConfig, {"quantization_config": None, "vision_config": None, **data}, "")
-
-
-def load_config(path: str | pathlib.Path) -> ModelConfig:
-    """Reads a `config.json`, or the one inside a directory in the released layout.
-
-    Raises:
-      ConfigError: the file is missing, is not JSON, or describes an impossible model; the message names file and field.
-    """
-    path = pathlib.Path(path)
-    if path.is_dir():
-        path = path / "config.json"
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as e:
-        raise ConfigError(f"{path}: no such config file") from e
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
-        raise ConfigError(f"{path}: not a readable JSON file ({e})") from e
-    try:
-        return config_from_dict(data)
-    except ConfigError as e:
-        raise ConfigError(f"{path}: {e}") from e
-
-
-def config_to_dict(config: ModelConfig) -> dict[str, Any]:
-    """The JSON form of a config; `config_from_dict` reads it back to an equal object."""
-    data = dataclasses.asdict(config)
-    return {k: v for k, v in data.items() if not (v is None and k in ("quantization_config", "vision_config"))}
-
-
-def with_overrides(config: ModelConfig, overrides: dict[str, str]) -> ModelConfig:
-    """Applies dotted overrides such as `{"text_config.max_position_embeddings": "4096"}`; values are JSON.
-
-    Raises:
-      ConfigError: the key names no field, or the value is not JSON of the field's type.
-    """
-    data = json.loads(json.dumps(dataclasses.asdict(config)))
-    for key, text in overrides.items():
-        *parents, leaf = key.split(".")
-        node = data
-        for part in parents:
-            node = node.get(part) if isinstance(node, dict) else None
-        if not isinstance(node, dict) or leaf not in node:
-            raise ConfigError(f"unknown field {key}")
-        try:
-            node[leaf] = json.loads(text)
-        except json.JSONDecodeError:
-            node[leaf] = text
-    return config_from_dict(data)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from typing import TYPE_CHECKING
 
 from dsv41.config.errors import ConfigError
-from dsv41.config.model_config import TextConfig
+
+if TYPE_CHECKING:  # model_config calls layer_schedule to check itself, so the import may only go that way
+    from dsv41.config.model_config import TextConfig
 
 
 class LayerMode(enum.Enum):
