@@ -1,0 +1,1 @@
+"""Pure array functions: the arithmetic of the layers, without state."""
