@@ -1,0 +1,26 @@
+"""The pytrees that travel through a step, and the layout of the packed cache."""
+
+from dsv41.cache.kv_cache import (
+    AttentionState,
+    ForwardBatch,
+    KVCache,
+    abstract_cache,
+    assign_pages,
+    cache_bytes,
+    init_cache,
+)
+from dsv41.cache.layout import FORMAT_VERSION, CacheLayout
+from dsv41.cache.pages import PageAllocator
+
+__all__ = [
+    "FORMAT_VERSION",
+    "AttentionState",
+    "CacheLayout",
+    "ForwardBatch",
+    "KVCache",
+    "PageAllocator",
+    "abstract_cache",
+    "assign_pages",
+    "cache_bytes",
+    "init_cache",
+]

@@ -1,0 +1,157 @@
+"""The cache of a batch of sequences and the arrays that travel with a step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv41.cache.layout import CacheLayout
+from dsv41.config import DSV41Error, TextConfig
+from dsv41.ops.rope import layer_frequencies, rope_table
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """Everything a model remembers of its sequences, addressed by absolute position.
+
+    There is no length in here: a step says where its tokens start, and whatever lies at or beyond that position is invisible
+    and will be overwritten. Rolling back rejected tokens is therefore only a smaller `start` in the next step.
+    """
+
+    main: tuple[jax.Array, ...]  # per KV source: uint8 [pages, rows, 4, 128] main KV
+    index: tuple[jax.Array, ...]  # per KV source: uint8 [pages, rows, 4, 128] index keys
+    window: tuple[jax.Array, ...]  # per layer: uint8 [slots, rows, 4, 128] window KV
+    pending: tuple[jax.Array | None, ...]  # per KV source of ratio > 1: float32 [slots, ring, 2, head_dim] raw value and gate
+    page_table: jax.Array  # int32 [slots, max_pages] logical pages, -1 where none is assigned
+    rope: tuple[jax.Array, jax.Array]  # float32 [max_tokens, 2, rope_dim / 2]: sliding layers, compressed layers
+    layout: CacheLayout = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_slots(self) -> int:
+        return self.page_table.shape[0]
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens one sequence can hold."""
+        return self.rope[0].shape[0]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ForwardBatch:
+    """The new tokens of one step: prefill chunk, decode or verify, of any sequences at any positions."""
+
+    tokens: jax.Array  # int32 [B, T]; padding anything in the vocabulary
+    num_new: jax.Array  # int32 [B] real tokens of the row, 0 for a padding row
+    start: jax.Array  # int32 [B] position of the row's first token = committed length so far
+    slot: jax.Array  # int32 [B] cache slot of the row
+    image_mask: jax.Array  # bool [B, T] tokens inside an image span
+    engram_values: jax.Array | None  # float8_e4m3fn or bfloat16 [B, T, engram layers, orders * heads, dim] table rows
+    engram_scales: jax.Array | None  # uint8 [B, T, engram layers, orders * heads, dim / 32]; None for bfloat16 tables
+
+    def positions(self) -> jax.Array:
+        """int32 [B, T] absolute positions."""
+        return self.start[:, None] + jnp.arange(self.tokens.shape[1], dtype=jnp.int32)
+
+    def valid(self) -> jax.Array:
+        """bool [B, T] real tokens."""
+        return jnp.arange(self.tokens.shape[1]) < self.num_new[:, None]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionState:
+    """What selecting layers hand to the layers behind them within one step; never kept between steps."""
+
+    selected: jax.Array  # int32 [B, T, index_topk] compressed entries each query attends to, -1 unused
+    candidates: jax.Array | None  # int32 [B, T, candidate_topk_blocks] candidate blocks, ascending, -1 unused
+    index_source: int = dataclasses.field(metadata={"static": True})  # layer that made `selected`
+
+
+def abstract_cache(config: TextConfig, layout: CacheLayout, *, num_slots: int, max_tokens: int, num_pages: int) -> KVCache:
+    """The cache as shapes and dtypes (`jax.ShapeDtypeStruct`), without memory."""
+    u8 = jnp.uint8
+
+    def struct(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    pages = [num_pages * layout.pages_per_logical(r) for r in layout.ratios]
+    max_pages = layout.pages_for(max_tokens)
+    table = struct((max_pages * layout.page_tokens, 2, config.qk_rope_head_dim // 2), jnp.float32)
+    pending = struct((num_slots, layout.pending_rows, 2, config.head_dim), jnp.float32)
+    return KVCache(
+        main=tuple(struct(layout.main.shape(p), u8) for p in pages),
+        index=tuple(struct(layout.index.shape(p), u8) for p in pages),
+        window=tuple(struct(layout.window.shape(num_slots), u8) for _ in range(layout.num_layers)),
+        pending=tuple(pending if r > 1 else None for r in layout.ratios),
+        page_table=struct((num_slots, max_pages), jnp.int32),
+        rope=(table, table),
+        layout=layout,
+    )
+
+
+def init_cache(
+    config: TextConfig, *, num_slots: int, max_tokens: int, num_pages: int | None = None, draft_tokens: int = 0
+) -> KVCache:
+    """An empty cache.
+
+    Args:
+      config: the model's text config.
+      num_slots: sequences that can be live at once.
+      max_tokens: tokens one sequence may reach; rounded up to whole pages.
+      num_pages: logical pages in the pool, handed out later with `assign_pages`. None: enough for every slot, all assigned.
+      draft_tokens: tokens a step may write that are rejected afterwards.
+
+    Raises:
+      DSV41Error: a count is not positive, or max_tokens exceeds `max_position_embeddings`.
+    """
+    for name, value in (("num_slots", num_slots), ("max_tokens", max_tokens), ("num_pages", num_pages)):
+        if value is not None and value < 1:
+            raise DSV41Error(f"init_cache: {name} must be positive, got {value}")
+    if max_tokens > config.max_position_embeddings:
+        raise DSV41Error(
+            f"init_cache: max_tokens={max_tokens} exceeds the model's max_position_embeddings={config.max_position_embeddings}"
+        )
+    layout = CacheLayout.from_config(config, draft_tokens=draft_tokens)
+    max_pages = layout.pages_for(max_tokens)
+    assign_all = num_pages is None
+    abstract = abstract_cache(
+        config, layout, num_slots=num_slots, max_tokens=max_tokens, num_pages=num_pages or num_slots * max_pages
+    )
+    positions = np.arange(max_pages * layout.page_tokens)
+    tables = (rope_table(layer_frequencies(config, compressed=c), positions) for c in (False, True))
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), dataclasses.replace(abstract, rope=(), page_table=None))
+    table = np.arange(num_slots * max_pages).reshape(num_slots, max_pages) if assign_all else np.full((num_slots, max_pages), -1)
+    return dataclasses.replace(
+        zeros, rope=tuple(jnp.asarray(t) for t in tables), page_table=jnp.asarray(table, jnp.int32)
+    )
+
+
+def assign_pages(cache: KVCache, slot: int, first: int, pages: list[int]) -> KVCache:
+    """Makes `pages` the slot's logical pages number first, first + 1, ...; page contents are untouched."""
+    if first + len(pages) > cache.page_table.shape[1]:
+        raise DSV41Error(
+            f"assign_pages: slot {slot} would have {first + len(pages)} pages, the cache allows {cache.page_table.shape[1]}"
+        )
+    table = cache.page_table.at[slot, first : first + len(pages)].set(jnp.asarray(pages, jnp.int32))
+    return dataclasses.replace(cache, page_table=table)
+
+
+def cache_bytes(cache: KVCache) -> dict[str, int]:
+    """Bytes of the cache's arrays (or of their abstract shapes) by kind."""
+
+    def total(arrays) -> int:
+        return sum(int(np.prod(a.shape)) * a.dtype.itemsize for a in arrays if a is not None)
+
+    return {
+        "main": total(cache.main),
+        "index": total(cache.index),
+        "window": total(cache.window),
+        "pending": total(cache.pending),
+        "page_table": total([cache.page_table]),
+        "rope": total(cache.rope),
+    }

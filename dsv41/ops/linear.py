@@ -1,0 +1,85 @@
+"""Matrix products with stored weights (architecture.md section 6, "Which product runs in which precision").
+
+Weights stay in their stored bytes and are dequantised where they are used. Every value times its scale is exact in bfloat16,
+so a bfloat16 product with float32 accumulation equals the block-scaled product up to summation order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.quantize import ops as quantize
+from pallas_kernels.rounding import round_to_bf16
+
+
+class WeightFormat(enum.Enum):
+    """How a weight matrix is stored."""
+
+    BF16 = "bf16"
+    FP8_BLOCK = "fp8_block"  # E4M3, one E8M0 scale per 32x32 tile
+    FP4_ROW = "fp4_row"  # packed E2M1, one E8M0 scale per 32 input columns of a row
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedArray:
+    """A stored weight [..., out, in]: bytes, scales and what they mean."""
+
+    values: Any  # BF16: bfloat16 [..., out, in]; FP8_BLOCK: float8_e4m3fn [..., out, in]; FP4_ROW: uint8 [..., out, in/2]
+    scales: Any  # None; uint8 [..., ceil(out/32), ceil(in/32)]; uint8 [..., out, in/32]
+    format: WeightFormat = dataclasses.field(metadata={"static": True})
+
+    def dequantize(self) -> jax.Array:
+        """bfloat16 [..., out, in], exact."""
+        if self.format is WeightFormat.FP8_BLOCK:
+            return quantize.dequantize_weight_fp8(self.values, self.scales)
+        if self.format is WeightFormat.FP4_ROW:
+            return quantize.dequantize_weight_fp4(self.values, self.scales)
+        return self.values
+
+    def at_row(self, index: jax.Array) -> QuantizedArray:
+        """Entry `index` of the leading (expert) axis."""
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), self)
+
+
+def contract(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x [..., in] times weight [out, in] transposed, both bfloat16 or both float32 -> float32 [..., out].
+
+    A single row is computed as two: backends switch to a matrix-vector routine with another summation order there, and
+    decoding one token must give the bits of a longer pass.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    single = rows.shape[0] == 1
+    if single:
+        rows = jnp.concatenate([rows, rows])
+    y = jax.lax.dot_general(
+        rows, weight, (((1,), (1,)), ((), ())), precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
+    y = y[:1] if single else y
+    return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def fake_quantize_fp8(x: jax.Array) -> jax.Array:
+    """What a matrix unit sees of an activation: bfloat16 [..., C] after the round trip through FP8 groups of 32."""
+    return quantize.dequantize_fp8(*quantize.quantize_fp8(x))
+
+
+def linear(x: jax.Array, weight: QuantizedArray) -> jax.Array:
+    """bfloat16 [..., in] -> bfloat16 [..., out]; activations enter FP8 and FP4 weights' products through FP8."""
+    if weight.format is not WeightFormat.BF16:
+        x = fake_quantize_fp8(x)
+    return round_to_bf16(contract(x, weight.dequantize()))
+
+
+def grouped_linear(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Each group of inputs times its own weight, activations not quantised.
+
+    x bfloat16 [..., G, in]; weight bfloat16 [G, out, in] -> bfloat16 [..., G, out].
+    """
+    groups = [contract(x[..., g, :], weight[g]) for g in range(weight.shape[0])]
+    return round_to_bf16(jnp.stack(groups, axis=-2))
