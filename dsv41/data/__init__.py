@@ -1,0 +1,5 @@
+"""The bundled model: 12 tiny layers of every kind in the released layout, so that each command works without a download."""
+
+import pathlib
+
+TINY_MODEL = pathlib.Path(__file__).parent / "tiny"

@@ -1,0 +1,1 @@
+"""One script a job: flags in, one call into the library, an exit status out."""
