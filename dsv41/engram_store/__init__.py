@@ -1,0 +1,5 @@
+"""Where Engram tables live and how their rows reach the model. Host side only."""
+
+from dsv41.engram_store.store import EngramRows, EngramStore, EngramTable, StoreStats
+
+__all__ = ["EngramRows", "EngramStore", "EngramTable", "StoreStats"]
