@@ -55,8 +55,8 @@ class ParameterCounts:
     """Logical parameters by part (checkpoint.md, "Parameters"); scales are not counted.
 
     `active_prefill` is what one token touches in the layers before the decoder half, `active_decode` what it touches in
-    all layers and the head: of the routed experts the chosen ones only, of Engram the projections and gains, no embedding
-    rows.
+    all layers and the head: of the routed experts the chosen ones only, of Engram the projections and gains, no
+    embedding rows.
     """
 
     backbone: int
@@ -237,8 +237,8 @@ def _vision(w: _Writer, config: ModelConfig) -> None:
 def tensor_inventory(config: ModelConfig) -> dict[str, TensorSpec]:
     """Name -> `TensorSpec` for every tensor that the files of `config` hold, no more and no less.
 
-    Engram tables have the rows that `engram_num_embeddings` states. Without a `quantization_config` every weight is BF16,
-    unpacked and without a scale; F32 tensors are F32 either way.
+    Engram tables have the rows that `engram_num_embeddings` states. Without a `quantization_config` every weight is
+    BF16, unpacked and without a scale; F32 tensors are F32 either way.
     """
     c = config.text_config
     specs: dict[str, TensorSpec] = {}

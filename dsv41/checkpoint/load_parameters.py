@@ -114,10 +114,10 @@ def load_parameters(
 ) -> dict[str, jax.Array]:
     """Loads the parameters that `abstract` lists, in its order.
 
-    A parameter has the name of its tensor, except that routed experts are stacked: `layers.3.ffn.experts.w1.weight`, with a
-    leading axis E, is made of `layers.3.ffn.experts.{j}.w1.weight` for j = 0..E-1 (likewise `mtp.K.` and `.scale`). Nothing
-    is converted: F8_E4M3 is `float8_e4m3fn`, packed FP4 and E8M0 scales are uint8, BF16 and F32 are themselves. Host memory
-    holds one parameter at a time beside what has been placed.
+    A parameter has the name of its tensor, except that routed experts are stacked: `layers.3.ffn.experts.w1.weight`,
+    with a leading axis E, is made of `layers.3.ffn.experts.{j}.w1.weight` for j = 0..E-1 (likewise `mtp.K.` and
+    `.scale`). Nothing is converted: F8_E4M3 is `float8_e4m3fn`, packed FP4 and E8M0 scales are uint8, BF16 and F32
+    are themselves. Host memory holds one parameter at a time beside what has been placed.
 
     Args:
       reader: the open checkpoint.
@@ -129,7 +129,8 @@ def load_parameters(
       Name -> array, on the default device or as sharded in `abstract`.
 
     Raises:
-      CheckpointError: a tensor is missing, has another shape or dtype, or holds NaN or infinity (E8M0 byte 255 in a scale);
+      CheckpointError: a tensor is missing, has another shape or dtype, or holds NaN or infinity (E8M0 byte 255 in a
+      scale);
         names file and tensor.
     """
     sizes = {name: int(np.prod(s.shape, dtype=np.int64)) * np.dtype(s.dtype).itemsize for name, s in abstract.items()}

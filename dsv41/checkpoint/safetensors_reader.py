@@ -1,4 +1,4 @@
-"""Safetensors checkpoints as read-only numpy views of memory-mapped files, every header checked before the first read."""
+"""Safetensors checkpoints as read-only numpy views of memory-mapped files; every header is checked on opening."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from dsv41.config import DSV41Error
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
-# The header is parsed here because the safetensors library's numpy front end refuses F8_E8M0, F8_E4M3 and F4 (numpy has no
-# such types) and copies whatever it does return.
+# The header is parsed here because the safetensors library's numpy front end refuses F8_E8M0, F8_E4M3 and F4 (numpy
+# has no such types) and copies whatever it does return.
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
-# dtype string -> (bits an element, numpy dtype of the view). Formats that numpy cannot compute with stay bytes: packed FP4
-# (written as I8, U8 or F4) and E8M0 scales.
+# dtype string -> (bits an element, numpy dtype of the view). Formats that numpy cannot compute with stay bytes:
+# packed FP4 (written as I8, U8 or F4) and E8M0 scales.
 _STORAGE: dict[str, tuple[int, np.dtype]] = {
     name: (bits, np.dtype(dtype))
     for name, bits, dtype in (
@@ -225,8 +225,8 @@ class CheckpointReader:
     def read(self, name: str) -> np.ndarray:
         """A read-only view of the mapped file, no copy.
 
-        F8_E4M3 is `ml_dtypes.float8_e4m3fn`, BF16 `ml_dtypes.bfloat16`. F8_E8M0, I8 and F4 are raw uint8; of F4 the last
-        axis is halved, two codes a byte.
+        F8_E4M3 is `ml_dtypes.float8_e4m3fn`, BF16 `ml_dtypes.bfloat16`. F8_E8M0, I8 and F4 are raw uint8; of F4 the
+        last axis is halved, two codes a byte.
 
         Raises:
           CheckpointError: there is no such tensor.
@@ -244,8 +244,8 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> CheckpointReader:
     All headers are read and checked; no tensor data is.
 
     Raises:
-      CheckpointError: directory or file missing, a file truncated or malformed, or index and shards disagree; names file
-        and tensor.
+      CheckpointError: directory or file missing, a file truncated or malformed, or index and shards disagree; names
+        file and tensor.
     """
     directory = pathlib.Path(directory)
     if not directory.is_dir():
@@ -292,8 +292,9 @@ def _storage_matches(info: TensorInfo, spec: TensorSpec) -> tuple[bool, bool]:
 def check_inventory(reader: CheckpointReader, inventory: Mapping[str, TensorSpec], parts: Collection[str]) -> None:
     """Compares the files with what the config says they hold.
 
-    Every tensor of the wanted parts must be there with its stored shape and dtype; tensors of other parts may be absent,
-    but a name that no part knows is refused, whatever the parts. E8M0 scales may be stored as U8, packed FP4 as U8 or F4.
+    Every tensor of the wanted parts must be there with its stored shape and dtype; tensors of other parts may be
+    absent, but a name that no part knows is refused, whatever the parts. E8M0 scales may be stored as U8, packed FP4
+    as U8 or F4.
 
     Args:
       reader: the open checkpoint.
@@ -315,7 +316,8 @@ def check_inventory(reader: CheckpointReader, inventory: Mapping[str, TensorSpec
         if not dtype_fits:
             dtypes.append(f"{name} ({info.file.name}: expected {spec.dtype}, got {info.dtype})")
         elif not shape_fits:
-            shapes.append(f"{name} ({info.file.name}: expected {list(spec.shape)}, got {list(info.shape)})")
+            expected, got = f"{spec.dtype} {list(spec.shape)}", f"{info.dtype} {list(info.shape)}"
+            shapes.append(f"{name} ({info.file.name}: expected {expected}, got {got})")
     unexpected = [f"{name} ({reader.info(name).file.name})" for name in reader if name not in inventory]
     kinds = (
         ("missing tensors", missing),

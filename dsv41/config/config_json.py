@@ -1,7 +1,7 @@
 """Reading and writing `config.json`, and dotted overrides.
 
-Unknown keys are refused, so that a misspelt or newer field is never silently ignored; so are absent sizes, because a file
-that omits one is more likely truncated than meant to have the released value.
+Unknown keys are refused, so that a misspelt or newer field is never silently ignored; so are absent sizes, because a
+file that omits one is more likely truncated than meant to have the released value.
 """
 
 from __future__ import annotations

@@ -112,9 +112,9 @@ def _check_sources(c: TextConfig) -> None:
 def layer_schedule(c: TextConfig) -> Schedule:
     """Derives the layer table.
 
-    A layer with ratio 0 is SLIDING. Otherwise it is FULL if it is a KV source, REINDEX if it is only an index source, else
-    REUSE. It reads the nearest KV source at or before it, whose ratio must equal its own. A REINDEX layer selects inside the
-    candidate pool when its KV source built one.
+    A layer with ratio 0 is SLIDING. Otherwise it is FULL if it is a KV source, REINDEX if it is only an index source,
+    else REUSE. It reads the nearest KV source at or before it, whose ratio must equal its own. A REINDEX layer
+    selects inside the candidate pool when its KV source built one.
 
     Raises:
       ConfigError: the lists contradict each other; the message names the field.
