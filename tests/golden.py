@@ -4,7 +4,8 @@
     x = primitives()["rmsnorm.x"]
     logits = expected("tiny_text")["prefill.logits"]
 
-Arrays are read-only numpy copies, one at a time from a memory map. bfloat16 and FP8 come as `ml_dtypes` types, E8M0 scales as uint8 bytes.
+Arrays are read-only numpy copies, made one at a time from a memory map. bfloat16 and FP8 come as `ml_dtypes` types,
+E8M0 scales as uint8 bytes.
 """
 
 import functools

@@ -101,8 +101,8 @@ def _frozen(array: np.ndarray) -> np.ndarray:
 def engram_hash_spec(text_config: TextConfig, token_map_pad_class: int) -> EngramHashSpec:
     """Derives the constants from the config; `token_map_pad_class` is the class of `engram_pad_token_id`.
 
-    Each order restarts the prime search at `engram_vocab_size` and never reuses a prime, so the primes in (layer, order,
-    head) order are simply consecutive.
+    Each order restarts the prime search at `engram_vocab_size` and never reuses a prime, so the primes in (layer,
+    order, head) order are simply consecutive.
 
     Raises:
       ConfigError: a table size in `text_config.engram_num_embeddings` is not the sum of its primes, or the pad class is

@@ -94,7 +94,7 @@ def test_masked_rows_keep_every_bit():
     rng = np.random.default_rng(1)
     x = rng.integers(0, 2**16, (1, 2, 4, 32)).astype(np.uint16).view(ml_dtypes.bfloat16)
     # Infinities and quiet NaNs included; a CPU may quieten a signalling NaN when it merely moves it.
-    x = np.where(np.isnan(x), ml_dtypes.bfloat16(np.nan), x)
+    x = np.where(np.isnan(x.astype(np.float32)), ml_dtypes.bfloat16(np.nan), x)
     keys, value = np.full(x.shape, np.nan, x.dtype), np.full((1, 2, 32), np.nan, x.dtype)
     gain = np.ones((4, 32), x.dtype)
     out = np.asarray(jit_gate(x, keys, value, gain, gain, np.ones((1, 2), bool)))
