@@ -1,0 +1,83 @@
+"""What every launch script shares: its own set of flags, and how it ends.
+
+    FLAGS = cli.new_flags()
+    _CONFIG = flags.DEFINE_string("config", None, "…", flag_values=FLAGS)
+
+    def main() -> None: ...
+
+    def cli() -> int:  # the console script
+        return run(main, FLAGS)
+
+Exit status: 0 if the job was done, 2 for bad input with one line on stderr, 130 if interrupted. Anything else is a
+fault of the program and shows its traceback (1).
+"""
+
+import logging
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+
+from absl import flags
+
+from dsv41.config import DSV41Error
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+_BROKEN_PIPE = 141  # what a shell reports for a program stopped by SIGPIPE
+
+
+def new_flags() -> flags.FlagValues:
+    """`--help` and `--verbose`, to add a script's own flags to.
+
+    Each script has its own set, because two scripts imported into one process may define the same name.
+    """
+    values = flags.FlagValues()
+    flags.DEFINE_bool("help", False, "Show this text and stop.", flag_values=values)
+    flags.DEFINE_bool("verbose", False, "Log progress on stderr, not only warnings.", flag_values=values)
+    return values
+
+
+def _parse(values: flags.FlagValues, argv: Sequence[str]) -> None:
+    values.unparse_flags()  # back to the defaults: a second run in one process must not see the first one's
+    try:
+        rest = values(list(argv))[1:]
+    except flags.Error as e:
+        raise DSV41Error(str(e)) from e
+    if rest:
+        raise DSV41Error(f"unexpected argument {rest[0]!r}: everything is given as --flag=value")
+
+
+def _fail(program: str, message: str, status: int) -> int:
+    print(f"{program}: {' '.join(message.split())}", file=sys.stderr)
+    return status
+
+
+def run(main: Callable[[], None], values: flags.FlagValues, argv: Sequence[str] | None = None) -> int:
+    """Parses the command line into `values`, calls `main` and returns the exit status.
+
+    Args:
+      main: does the job; raises `DSV41Error` for input that the user can mend.
+      values: the script's flags, made by `new_flags`.
+      argv: program name and arguments; those of the process if None.
+    """
+    argv = sys.argv if argv is None else argv
+    program = pathlib.Path(argv[0]).stem
+    try:
+        _parse(values, argv)
+        if values.help:
+            print(sys.modules[main.__module__].__doc__, values.get_help(include_special_flags=False), sep="\n")
+        else:
+            if values.verbose:
+                logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+            main()
+        sys.stdout.flush()
+    except DSV41Error as e:
+        return _fail(program, str(e), BAD_INPUT)
+    except KeyboardInterrupt:
+        return _fail(program, "interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of our output has left; without this the interpreter complains once more when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+    return 0
