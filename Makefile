@@ -13,7 +13,7 @@ ARGS ?=
 PROMPT ?= The quick brown fox
 
 PY := $(VENV)/bin/python
-PIP_INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
+PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check
 # More than four workers mostly compile the same functions again.
 PYTEST := JAX_PLATFORMS=cpu $(PY) -m pytest -n $(WORKERS) --maxprocesses=4
 
@@ -38,8 +38,8 @@ help:
 	@echo 'Variables: PYTHON=$(PYTHON) VENV=$(VENV) WORKERS=$(WORKERS) ARGS="$(ARGS)" PROMPT="$(PROMPT)"'
 
 $(CREATED):
-	@command -v $(PYTHON) >/dev/null 2>&1 || { \
-	  echo "dsv41: no '$(PYTHON)' found; choose an interpreter: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c pass 2>/dev/null || { \
+	  echo "dsv41: '$(PYTHON)' does not run; choose an interpreter: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "dsv41: needs Python 3.11 or newer, '$(PYTHON)' is $$($(PYTHON) --version 2>&1);" \
 	    "choose another: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
