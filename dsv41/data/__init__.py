@@ -1,4 +1,4 @@
-"""The bundled model: 12 tiny layers of every kind in the released layout, so that each command works without a download."""
+"""The bundled model: 12 tiny layers of every kind in the released layout, so that commands work without a download."""
 
 import pathlib
 
