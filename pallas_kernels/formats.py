@@ -6,9 +6,9 @@
 | E4M3 ("FP8") | `float8_e4m3fn` | largest 448; 0x7F and 0xFF are NaN |
 | E8M0 scale | uint8 `e` | 2^(e - 127); 255 is NaN |
 
-Casts into E2M1 and E4M3 round to nearest, ties to even, and saturate. NaN inputs become NaN in E4M3 and E8M0; E2M1 has no
-NaN, so there the group's scale carries it. All functions are elementwise on any shape, use integer operations on float32
-bits, and keep float32 subnormals (2^-127 is one) on backends that flush them.
+Casts into E2M1 and E4M3 round to nearest, ties to even, and saturate. NaN inputs become NaN in E4M3 and E8M0; E2M1 has
+no NaN, so there the group's scale carries it. All functions are elementwise on any shape, use integer operations on
+float32 bits, and keep float32 subnormals (2^-127 is one) on backends that flush them.
 """
 
 import jax
@@ -24,15 +24,18 @@ def _bits(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
 
 
-def ceil_log2_exponent(x: jax.Array) -> jax.Array:
-    """E8M0 byte of the smallest power of two that is not below `x`, for normal positive float32 `x`.
+def ceil_log2_ratio_exponent(x: jax.Array, divisor: float) -> jax.Array:
+    """E8M0 byte of the smallest power of two that is not below `x / divisor`, for normal positive float32 values.
 
-    Exact on the bits: the biased exponent, plus one if any mantissa bit is set. Infinity and NaN give 255.
+    Exact, without dividing: the difference of the exponents, plus one if x has the larger mantissa. Infinity and NaN
+    give 255.
     """
+    divisor_bits = int(np.float32(divisor).view(np.uint32))
     bits = _bits(x)
     exponent = ((bits >> 23) & 0xFF).astype(jnp.int32)
-    rounded_up = exponent + ((bits & 0x7FFFFF) != 0)
-    return jnp.minimum(rounded_up, 255).astype(jnp.uint8)
+    carry = (bits & 0x7FFFFF) > (divisor_bits & 0x7FFFFF)
+    rounded_up = jnp.clip(exponent - ((divisor_bits >> 23) - 127) + carry, 0, 255)
+    return jnp.where(exponent == 255, 255, rounded_up).astype(jnp.uint8)
 
 
 def e8m0_to_f32(e: jax.Array) -> jax.Array:
@@ -69,17 +72,20 @@ def byte_to_e4m3(byte: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(byte, jnp.float8_e4m3fn)
 
 
-def f32_to_e2m1(x: jax.Array) -> jax.Array:
-    """float32 -> E2M1 code 0..15 in uint8, to nearest even, saturating at +-6.
+def f32_to_e2m1(x: jax.Array, scale: jax.Array | float = 1.0) -> jax.Array:
+    """float32 `x / scale` -> E2M1 code 0..15 in uint8, to nearest even, saturating at +-6.
 
-    The sign of zero is kept. NaN has no code: it gives 0 or 8 (the scale of its group must carry it).
+    Nothing is divided (a compiler may divide by a broadcast scale through its rounded reciprocal, which moves ties):
+    |x| is compared with midpoint * scale, exact for scales of up to 20 significant bits. The sign of zero is kept. NaN
+    has no code: it gives 0 or 8, and the scale of its group must carry it.
     """
     magnitude = jnp.abs(x)
     code = jnp.zeros(x.shape, jnp.uint8)
     # Midpoints between neighbours; a tie goes to the neighbour whose code is even.
-    for boundary, to_even_below in (
+    for midpoint, to_even_below in (
         (0.25, True), (0.75, False), (1.25, True), (1.75, False), (2.5, True), (3.5, False), (5.0, True),
     ):  # fmt: skip
+        boundary = jnp.float32(midpoint) * scale
         above = magnitude > boundary if to_even_below else magnitude >= boundary
         code = code + above.astype(jnp.uint8)
     sign = (_bits(x) >> 31).astype(jnp.uint8) << 3
@@ -97,7 +103,7 @@ def e2m1_to_f32(code: jax.Array) -> jax.Array:
 
 
 def pack_adjacent(codes: jax.Array) -> jax.Array:
-    """E2M1 codes [..., C] -> bytes [..., C/2]: channel 2j in the low nibble, 2j+1 in the high (checkpoint, index keys)."""
+    """E2M1 codes [..., C] -> bytes [..., C/2]: channel 2j in the low nibble, 2j+1 in the high."""
     pairs = codes.reshape(*codes.shape[:-1], -1, 2)
     return pairs[..., 0] | (pairs[..., 1] << 4)
 

@@ -1,16 +1,17 @@
 """Byte layout of the packed caches: pages of main KV and index keys, rings of window KV.
 
-Everything is stored in 512-byte rows, uint8 arrays whose last two dimensions are [4, 128]: the form that TPU compilers keep
-unpadded and append to in place, and that is plain linear memory on GPU. A page holds 128 entries.
+Everything is stored in 512-byte rows, uint8 arrays whose last two dimensions are [4, 128]: the form that TPU compilers
+keep unpadded and append to in place, and that is plain linear memory on GPU. A page holds 128 entries.
 
 | array | shape | an entry |
 |---|---|---|
-| main KV | [pages, value rows + scale rows, 4, 128] | linear: [128, C/2] E2M1 bytes (half-split), then [128, C/16] E4M3 bytes |
-| index keys | [pages, value rows + scale rows, 4, 128] | transposed: byte j at [j // 4, j % 4, entry], then the E8M0 bytes |
-| window KV | [slots, value rows + scale rows, 4, 128] | linear: [length, C] E4M3 bytes, then [length, C/32] E8M0 bytes |
+| main KV | [pages, rows, 4, 128] | linear: [128, C/2] E2M1 bytes (half-split), then [128, C/16] E4M3 bytes |
+| index keys | [pages, rows, 4, 128] | transposed: byte j at [j // 4, j % 4, entry], then the E8M0 bytes |
+| window KV | [slots, rows, 4, 128] | linear: [length, C] E4M3 bytes, then [length, C/32] E8M0 bytes |
 
-Released widths fill the rows exactly (288, 68 and 528 bytes an entry). Narrower models pad the last value row and the last
-scale row of a page. Out-of-range page or slot numbers (such as -1 turned into the array's length by `drop_index`) drop the write.
+Released widths fill the rows exactly (288, 68 and 528 bytes an entry). Narrower models pad the last value row and the
+last scale row of a page. Out-of-range page or slot numbers (such as -1 turned into the array's length by `drop_index`)
+drop the write.
 """
 
 import dataclasses
@@ -76,7 +77,7 @@ class MainPageLayout:
         return (pool.shape[0], -1, self.value_bytes), (pool.shape[0], -1, self.scale_bytes), first_scale
 
     def write(self, pool: jax.Array, page: jax.Array, entry: jax.Array, values: jax.Array, scales: jax.Array):
-        """Stores entries. page, entry int32 [...]; values uint8 [..., C/2]; scales uint8 [..., C/16]. Returns the pool."""
+        """Stores entries, returns the pool. page, entry int32 [...]; values u8 [..., C/2]; scales u8 [..., C/16]."""
         value_view, scale_view, first_scale = self._views(pool)
         linear = pool.reshape(value_view).at[page, entry].set(values, mode="drop")
         linear = linear.reshape(scale_view).at[page, first_scale + entry].set(scales, mode="drop")
@@ -148,7 +149,8 @@ class IndexPageLayout:
     ) -> tuple[jax.Array, jax.Array]:
         """Reads runs of `block_size` keys (a divisor of 128).
 
-        page, block int32 [...], block numbered inside its page -> values uint8 [..., block_size, C/2], scales uint8 [..., block_size, C/32].
+        page, block int32 [...], block numbered inside its page -> values uint8 [..., block_size, C/2], scales uint8
+        [..., block_size, C/32].
         """
         lanes = self._lanes(pool).reshape(pool.shape[0], self.page_rows * 4, -1, block_size)
         return self._split(lanes[page, :, block])

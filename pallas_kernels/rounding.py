@@ -1,7 +1,7 @@
 """Rounding that the compiler cannot remove.
 
-XLA may drop a float32 -> bfloat16 -> float32 round trip inside one compiled function (`xla_allow_excess_precision`). Where
-the rounding is part of the definition, it is done with `reduce_precision`, which XLA keeps.
+XLA may drop a float32 -> bfloat16 -> float32 round trip inside one compiled function (`xla_allow_excess_precision`).
+Where the rounding is part of the definition, it is done with `reduce_precision`, which XLA keeps.
 """
 
 import jax

@@ -18,14 +18,17 @@ from dsv41.ops.rope import layer_frequencies, rope_table
 class KVCache:
     """Everything a model remembers of its sequences, addressed by absolute position.
 
-    There is no length in here: a step says where its tokens start, and whatever lies at or beyond that position is invisible
-    and will be overwritten. Rolling back rejected tokens is therefore only a smaller `start` in the next step.
+    There is no length in here: a step says where its tokens start, and whatever lies at or beyond that position is
+    invisible and will be overwritten. Rolling back rejected tokens is therefore only a smaller `start` in the next
+    step.
     """
 
     main: tuple[jax.Array, ...]  # per KV source: uint8 [pages, rows, 4, 128] main KV
     index: tuple[jax.Array, ...]  # per KV source: uint8 [pages, rows, 4, 128] index keys
     window: tuple[jax.Array, ...]  # per layer: uint8 [slots, rows, 4, 128] window KV
-    pending: tuple[jax.Array | None, ...]  # per KV source of ratio > 1: float32 [slots, ring, 2, head_dim] raw value and gate
+    pending: tuple[
+        jax.Array | None, ...
+    ]  # per KV source of ratio > 1: float32 [slots, ring, 2, head_dim] raw value and gate
     page_table: jax.Array  # int32 [slots, max_pages] logical pages, -1 where none is assigned
     rope: tuple[jax.Array, jax.Array]  # float32 [max_tokens, 2, rope_dim / 2]: sliding layers, compressed layers
     layout: CacheLayout = dataclasses.field(metadata={"static": True})
@@ -72,7 +75,9 @@ class AttentionState:
     index_source: int = dataclasses.field(metadata={"static": True})  # layer that made `selected`
 
 
-def abstract_cache(config: TextConfig, layout: CacheLayout, *, num_slots: int, max_tokens: int, num_pages: int) -> KVCache:
+def abstract_cache(
+    config: TextConfig, layout: CacheLayout, *, num_slots: int, max_tokens: int, num_pages: int
+) -> KVCache:
     """The cache as shapes and dtypes (`jax.ShapeDtypeStruct`), without memory."""
     u8 = jnp.uint8
 
@@ -103,7 +108,8 @@ def init_cache(
       config: the model's text config.
       num_slots: sequences that can be live at once.
       max_tokens: tokens one sequence may reach; rounded up to whole pages.
-      num_pages: logical pages in the pool, handed out later with `assign_pages`. None: enough for every slot, all assigned.
+      num_pages: logical pages in the pool, handed out later with `assign_pages`. None: enough for every slot, all
+        assigned.
       draft_tokens: tokens a step may write that are rejected afterwards.
 
     Raises:
@@ -114,7 +120,7 @@ def init_cache(
             raise DSV41Error(f"init_cache: {name} must be positive, got {value}")
     if max_tokens > config.max_position_embeddings:
         raise DSV41Error(
-            f"init_cache: max_tokens={max_tokens} exceeds the model's max_position_embeddings={config.max_position_embeddings}"
+            f"init_cache: max_tokens={max_tokens} exceeds max_position_embeddings={config.max_position_embeddings}"
         )
     layout = CacheLayout.from_config(config, draft_tokens=draft_tokens)
     max_pages = layout.pages_for(max_tokens)
@@ -125,7 +131,11 @@ def init_cache(
     positions = np.arange(max_pages * layout.page_tokens)
     tables = (rope_table(layer_frequencies(config, compressed=c), positions) for c in (False, True))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), dataclasses.replace(abstract, rope=(), page_table=None))
-    table = np.arange(num_slots * max_pages).reshape(num_slots, max_pages) if assign_all else np.full((num_slots, max_pages), -1)
+    table = (
+        np.arange(num_slots * max_pages).reshape(num_slots, max_pages)
+        if assign_all
+        else np.full((num_slots, max_pages), -1)
+    )
     return dataclasses.replace(
         zeros, rope=tuple(jnp.asarray(t) for t in tables), page_table=jnp.asarray(table, jnp.int32)
     )
@@ -133,10 +143,9 @@ def init_cache(
 
 def assign_pages(cache: KVCache, slot: int, first: int, pages: list[int]) -> KVCache:
     """Makes `pages` the slot's logical pages number first, first + 1, ...; page contents are untouched."""
-    if first + len(pages) > cache.page_table.shape[1]:
-        raise DSV41Error(
-            f"assign_pages: slot {slot} would have {first + len(pages)} pages, the cache allows {cache.page_table.shape[1]}"
-        )
+    last, limit = first + len(pages), cache.page_table.shape[1]
+    if last > limit:
+        raise DSV41Error(f"assign_pages: slot {slot} would have {last} pages, the cache allows {limit}")
     table = cache.page_table.at[slot, first : first + len(pages)].set(jnp.asarray(pages, jnp.int32))
     return dataclasses.replace(cache, page_table=table)
 

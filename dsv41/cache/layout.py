@@ -1,8 +1,8 @@
 """Which packed arrays a model's cache consists of and how positions map to them.
 
-The bytes inside a page are `pallas_kernels.page_layout`'s; this module says how many pages, rings and rows there are. A logical
-page covers `page_tokens` tokens; in the pool of a source with ratio m it is `page_tokens / (128 m)` physical pages of 128 entries.
-Physical pages of one logical page are adjacent, so one page table serves every source.
+The bytes inside a page are `pallas_kernels.page_layout`'s; this module says how many pages, rings and rows there are.
+A logical page covers `page_tokens` tokens; in the pool of a source with ratio m it is `page_tokens / (128 m)` physical
+pages of 128 entries. Physical pages of one logical page are adjacent, so one page table serves every source.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class CacheLayout:
     def from_config(cls, config: TextConfig, *, draft_tokens: int = 0) -> CacheLayout:
         """Geometry for `config`.
 
-        With `draft_tokens` > 0 the rings keep that many positions more than the window, so that rows of a rejected draft never
-        displace a row that is still needed (dspark.md section 8).
+        With `draft_tokens` > 0 the rings keep that many positions more than the window, so that rows of a rejected
+        draft never displace a row that is still needed (dspark.md section 8).
         """
         schedule = layer_schedule(config)
         ratios = tuple(s.ratio for s in schedule.kv_sources)
@@ -110,8 +110,8 @@ class CacheLayout:
           ratio: m.
 
         Returns:
-          physical page and entry inside it, int32 [B, ...]. An entry that is negative, beyond the table or on an unassigned
-          page gets page -1.
+          physical page and entry inside it, int32 [B, ...]. An entry that is negative, beyond the table or on an
+          unassigned page gets page -1.
         """
         per_logical = self.page_tokens // ratio
         logical = entry // per_logical

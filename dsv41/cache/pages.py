@@ -35,7 +35,9 @@ class PageAllocator:
         if need <= 0:
             return cache
         if need > len(self._free):
-            raise DSV41Error(f"slot {slot} needs {need} more cache pages for {tokens} tokens, {len(self._free)} are free")
+            raise DSV41Error(
+                f"slot {slot} needs {need} more cache pages for {tokens} tokens, {len(self._free)} are free"
+            )
         pages = self._free[-need:][::-1]
         cache = assign_pages(cache, slot, len(owned), pages)
         del self._free[-need:]

@@ -21,8 +21,8 @@ def group_window(
       ratio: tokens a group.
 
     Returns:
-      group int32 [B, G]: group numbers; complete bool [B, G]: all its tokens are known now; row int32 [B, G, ratio]: indices
-      into the rows.
+      group int32 [B, G]: group numbers; complete bool [B, G]: all its tokens are known now; row int32 [B, G, ratio]:
+      indices into the rows.
     """
     groups = (tokens + ratio - 2) // ratio + 1
     group = (start // ratio)[:, None] + jnp.arange(groups)

@@ -1,7 +1,7 @@
 """Matrix products with stored weights (architecture.md section 6, "Which product runs in which precision").
 
-Weights stay in their stored bytes and are dequantised where they are used. Every value times its scale is exact in bfloat16,
-so a bfloat16 product with float32 accumulation equals the block-scaled product up to summation order.
+Weights stay in their stored bytes and are dequantised where they are used. Every value times its scale is exact in
+bfloat16, so a bfloat16 product with float32 accumulation equals the block-scaled product up to summation order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class WeightFormat(enum.Enum):
 class QuantizedArray:
     """A stored weight [..., out, in]: bytes, scales and what they mean."""
 
-    values: Any  # BF16: bfloat16 [..., out, in]; FP8_BLOCK: float8_e4m3fn [..., out, in]; FP4_ROW: uint8 [..., out, in/2]
+    values: (
+        Any  # BF16: bfloat16 [..., out, in]; FP8_BLOCK: float8_e4m3fn [..., out, in]; FP4_ROW: uint8 [..., out, in/2]
+    )
     scales: Any  # None; uint8 [..., ceil(out/32), ceil(in/32)]; uint8 [..., out, in/32]
     format: WeightFormat = dataclasses.field(metadata={"static": True})
 

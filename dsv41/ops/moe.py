@@ -46,8 +46,8 @@ def expert(
 ) -> jax.Array:
     """One SwiGLU expert: w2(silu(min(w1 x, limit)) * clip(w3 x, -limit, limit) * weight).
 
-    x bfloat16 [T, D]; weight float32 [T, 1] or None -> bfloat16 [T, D]. The routing weight multiplies the activation before
-    w2's input is quantised.
+    x bfloat16 [T, D]; weight float32 [T, 1] or None -> bfloat16 [T, D]. The routing weight multiplies the activation
+    before w2's input is quantised.
     """
     fp8_input = w1.format is not WeightFormat.BF16
     x = fake_quantize_fp8(x) if fp8_input else x
@@ -92,10 +92,41 @@ def routed_experts(
     """
     tokens, k = chosen.shape
     num_experts = w1.values.shape[0]
+    source, row_weight, block_expert, place = _blocks_by_expert(chosen, weights, valid, num_experts)
+    gathered = x.at[source].get(mode="fill", fill_value=0)
+
+    def one_block(_, inputs):
+        x_block, weight_block, e = inputs
+
+        def compute():
+            experts = (w.at_row(jnp.minimum(e, num_experts - 1)) for w in (w1, w3, w2))
+            return expert(x_block, *experts, weight_block[:, None], limit)
+
+        return None, jax.lax.cond(e < num_experts, compute, lambda: jnp.zeros_like(x_block))
+
+    _, y = jax.lax.scan(one_block, None, (gathered, row_weight, block_expert))
+    y = y.reshape(-1, x.shape[-1]).at[place].get(mode="fill", fill_value=0)
+    y = y.reshape(tokens, k, -1).astype(jnp.float32)
+    total = y[:, 0]
+    for i in range(1, k):
+        total = total + y[:, i]
+    return total
+
+
+def _blocks_by_expert(
+    chosen: jax.Array, weights: jax.Array, valid: jax.Array, num_experts: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Lays the T * K (token, expert) rows out in blocks that each belong to one expert.
+
+    Returns:
+      source int32 [blocks, block]: token of each row, T where the row is empty; row_weight float32 [blocks, block];
+      block_expert int32 [blocks]: num_experts for unused blocks; place int32 [T * K]: where each token's k-th row
+      went, out of range for padding tokens.
+    """
+    tokens, k = chosen.shape
     rows = tokens * k
     block = _block_rows(rows, num_experts)
     blocks = min(rows, rows // block + num_experts)
-
     expert_of_row = jnp.where(valid[:, None], chosen, num_experts).reshape(rows)
     order = jnp.argsort(expert_of_row, stable=True)
     counts = jnp.zeros(num_experts, jnp.int32).at[expert_of_row].add(1, mode="drop")
@@ -110,26 +141,8 @@ def routed_experts(
     source = jnp.full(blocks * block, tokens, jnp.int32).at[place].set(order // k, mode="drop")
     row_weight = jnp.zeros(blocks * block, jnp.float32).at[place].set(weights.reshape(rows)[order], mode="drop")
     block_expert = jnp.searchsorted(jnp.cumsum(blocks_of), jnp.arange(blocks), side="right")
-
-    gathered = x.at[source].get(mode="fill", fill_value=0).reshape(blocks, block, -1)
-
-    def one_block(_, inputs):
-        x_block, weight_block, e = inputs
-
-        def compute():
-            experts = (w.at_row(jnp.minimum(e, num_experts - 1)) for w in (w1, w3, w2))
-            return expert(x_block, *experts, weight_block[:, None], limit)
-
-        return None, jax.lax.cond(e < num_experts, compute, lambda: jnp.zeros_like(x_block))
-
-    _, y = jax.lax.scan(one_block, None, (gathered, row_weight.reshape(blocks, block), block_expert))
-    place_of_row = jnp.full(rows, blocks * block, jnp.int32).at[order].set(place)
-    y = y.reshape(blocks * block, -1).at[place_of_row].get(mode="fill", fill_value=0)
-    y = y.reshape(tokens, k, -1).astype(jnp.float32)
-    total = y[:, 0]
-    for i in range(1, k):
-        total = total + y[:, i]
-    return total
+    place_of_row = jnp.zeros(rows, jnp.int32).at[order].set(place)
+    return source.reshape(blocks, block), row_weight.reshape(blocks, block), block_expert, place_of_row
 
 
 def _block_rows(rows: int, num_experts: int) -> int:

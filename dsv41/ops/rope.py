@@ -1,7 +1,7 @@
 """Rotary position embedding over adjacent pairs, with YaRN (architecture.md section 3).
 
-Angles reach 10^6 radians, so the tables are built on the host: float32 products as the release rounds them, then cosine and
-sine of exactly that angle.
+Angles reach 10^6 radians, so the tables are built on the host: float32 products as the release rounds them, then
+cosine and sine of exactly that angle.
 """
 
 import math
@@ -23,7 +23,11 @@ def rope_frequencies(rope_dim: int, theta: float, scaling: RopeScaling | None) -
         return freq
 
     def dim_of(rotations: float) -> float:
-        return rope_dim * math.log(scaling.original_max_position_embeddings / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+        return (
+            rope_dim
+            * math.log(scaling.original_max_position_embeddings / (rotations * 2 * math.pi))
+            / (2 * math.log(theta))
+        )
 
     low = max(math.floor(dim_of(scaling.beta_fast)), 0)
     high = min(math.ceil(dim_of(scaling.beta_slow)), rope_dim - 1)

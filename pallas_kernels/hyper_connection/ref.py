@@ -70,7 +70,8 @@ def collapse(streams: jax.Array, pre: jax.Array) -> jax.Array:
 def update(streams: jax.Array, y: jax.Array, post: jax.Array, comb: jax.Array) -> jax.Array:
     """X'[j] = post[j] * y + sum over i of comb[i, j] * X[i], float32 with one cast.
 
-    streams [..., R, D]; y [..., D]; post float32 [..., R]; comb float32 [..., R (source), R (target)] -> bfloat16 [..., R, D].
+    streams [..., R, D]; y [..., D]; post float32 [..., R]; comb float32 [..., R (source), R (target)] -> bfloat16
+    [..., R, D].
     """
     x = streams.astype(jnp.float32)
     mixed = comb[..., 0, :, None] * x[..., 0, None, :]

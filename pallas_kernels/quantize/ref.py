@@ -36,7 +36,7 @@ def _spread(scales: jax.Array, group: int) -> jax.Array:
 def quantize_fp8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """[..., C] -> E4M3 [..., C] and E8M0 uint8 [..., C/32]; scale = 2^ceil(log2(max(amax, 1e-4) / 448))."""
     grouped = _grouped(x, FP8_GROUP)
-    scales = formats.ceil_log2_exponent(_amax(grouped, _FP8_AMAX_FLOOR) * jnp.float32(1.0 / 448.0))
+    scales = formats.ceil_log2_ratio_exponent(_amax(grouped, _FP8_AMAX_FLOOR), formats.E4M3_MAX)
     codes = formats.f32_to_e4m3(grouped * formats.e8m0_reciprocal_to_f32(scales)[..., None])
     return codes.reshape(x.shape), scales
 
@@ -52,7 +52,7 @@ def quantize_mxfp4(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     scale = 2^ceil(log2(max(amax, 6 * 2^-126) / 6)).
     """
     grouped = _grouped(x, MXFP4_GROUP)
-    scales = formats.ceil_log2_exponent(_amax(grouped, _MXFP4_AMAX_FLOOR) * jnp.float32(1.0 / 6.0))
+    scales = formats.ceil_log2_ratio_exponent(_amax(grouped, _MXFP4_AMAX_FLOOR), formats.E2M1_MAX)
     codes = formats.f32_to_e2m1(grouped * formats.e8m0_reciprocal_to_f32(scales)[..., None])
     return formats.pack_adjacent(codes.reshape(x.shape)), scales
 
@@ -66,11 +66,16 @@ def dequantize_mxfp4(packed: jax.Array, scales: jax.Array) -> jax.Array:
 def quantize_kv_fp4(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """[..., C] -> E2M1 codes, half-split [..., C/2], and E4M3 scale bytes uint8 [..., C/16].
 
-    scale = E4M3(max(amax, 6 * 2^-9) / 6), saturating; there is no second-level scale.
+    scale = E4M3(max(amax, 6 * 2^-9) / 6), saturating; there is no second-level scale. Exact for inputs that hold
+    bfloat16 values.
     """
     grouped = _grouped(x, KV_FP4_GROUP)
-    scales = formats.f32_to_e4m3(_amax(grouped, _KV_FP4_AMAX_FLOOR) / jnp.float32(6.0))
-    codes = formats.f32_to_e2m1(grouped / formats.e4m3_to_f32(scales)[..., None])
+    # Compilers divide by a constant through its rounded reciprocal, which would move ties of the E4M3 rounding. A
+    # bfloat16 amax over 6 is on a tie or 2^-8 away from it, so dropping the last 8 bits restores exact ties and moves
+    # nothing else.
+    ratio = jax.lax.reduce_precision(_amax(grouped, _KV_FP4_AMAX_FLOOR) / 6.0, exponent_bits=8, mantissa_bits=15)
+    scales = formats.f32_to_e4m3(ratio)
+    codes = formats.f32_to_e2m1(grouped, formats.e4m3_to_f32(scales)[..., None])
     return formats.pack_halves(codes.reshape(x.shape)), formats.e4m3_to_byte(scales)
 
 

@@ -12,8 +12,8 @@ def empty_topk(shape: tuple[int, ...], k: int) -> tuple[jax.Array, jax.Array]:
 def merge_topk(best: tuple[jax.Array, jax.Array], scores: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Folds one piece into a running top-k.
 
-    Entries with score -inf are never taken: their place holds score -inf and id -1. Equal scores are taken in the order in
-    which they arrive, so feeding a row in any split gives the same result. NaN is not allowed.
+    Entries with score -inf are never taken: their place holds score -inf and id -1. Equal scores are taken in the
+    order in which they arrive, so feeding a row in any split gives the same result. NaN is not allowed.
 
     Args:
       best: scores float32 [..., k] and ids int32 [..., k] so far, best first.

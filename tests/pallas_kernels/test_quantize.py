@@ -1,5 +1,7 @@
 """Block formats against the golden primitives: every bit."""
 
+import fractions
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -143,11 +145,34 @@ def test_packing_round_trips(codes):
     np.testing.assert_array_equal(formats.unpack_halves(formats.pack_halves(codes)), codes)
 
 
-@given(st.floats(2.0**-126, 2.0**127, width=32))
-def test_ceil_log2_is_exact(value):
-    exponent = int(formats.ceil_log2_exponent(jnp.float32(value)))
-    mantissa, power = np.frexp(np.float32(value))
-    assert exponent == min(power - (mantissa == 0.5) + 127, 255)
+@given(st.floats(2.0**-110, 2.0**127, width=32), st.sampled_from([1.0, 6.0, 448.0]))
+def test_scale_exponent_is_exact(value, divisor):
+    exponent = int(formats.ceil_log2_ratio_exponent(jnp.float32(value), divisor))
+    exact = fractions.Fraction(value) / fractions.Fraction(divisor)
+    assert fractions.Fraction(2) ** (exponent - 127) >= exact
+    assert fractions.Fraction(2) ** (exponent - 128) < exact
+
+
+def test_main_kv_ties_are_exact_for_every_scale():
+    """Each E4M3 scale times each midpoint: dividing through a rounded reciprocal would round some of these up."""
+    scales = np.arange(1, 127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    midpoints = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.float32)
+    x = np.zeros((len(scales), 32), np.float32)
+    x[:, 0] = x[:, 16] = 6 * scales
+    x[:, 1:8] = midpoints * scales[:, None]
+    decoded = np.asarray(jax.jit(lambda x: ops.dequantize_kv_fp4(*ops.quantize_kv_fp4(x)))(x), np.float32)
+    np.testing.assert_array_equal(decoded[:, 1:8], np.array([0, 1, 1, 2, 2, 4, 4], np.float32) * scales[:, None])
+
+
+def test_main_kv_scale_ties_are_exact():
+    """amax / 6 halfway between two E4M3 codes goes to the even one, for every code."""
+    codes = np.arange(9, 125, dtype=np.uint8)
+    values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    middle = (values[:-1] + values[1:]) / 2
+    x = np.zeros((len(middle), 32), np.float32)
+    x[:, 0] = 6 * middle
+    scales = np.asarray(jax.jit(ops.quantize_kv_fp4)(x)[1])[:, 0]
+    np.testing.assert_array_equal(scales, np.where(codes[:-1] % 2 == 0, codes[:-1], codes[1:]))
 
 
 @pytest.mark.parametrize("factor", [1e-6, 1.0, 1e6])

@@ -1,0 +1,91 @@
+"""A directory in the released layout to a runnable model."""
+
+from __future__ import annotations
+
+import pathlib
+
+import jax
+
+from dsv41.checkpoint.inventory import tensor_inventory
+from dsv41.checkpoint.load_parameters import Progress, load_parameters
+from dsv41.checkpoint.safetensors_reader import CheckpointReader, check_inventory, open_checkpoint
+from dsv41.checkpoint.token_map import check_token_map, check_vocabulary, engram_token_map, load_tokenizer
+from dsv41.config import DSV41Error, ModelConfig, load_config, with_overrides
+from dsv41.engram_store import EngramStore, EngramTable
+from dsv41.models import Model, abstract_params
+
+Path = tuple[str | int, ...]
+
+
+def parameter_name(path: Path) -> str:
+    """A parameter's place in the nested dicts -> its tensor name."""
+    return ".".join(str(k) for k in path)
+
+
+def _flatten(params) -> dict[Path, jax.ShapeDtypeStruct]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+    return {tuple(k.key for k in path): leaf for path, leaf in leaves}
+
+
+def engram_store(reader: CheckpointReader, config: ModelConfig) -> EngramStore | None:
+    """The Engram tables as views of the mapped files; None if the model has none."""
+    layers = config.text_config.engram_layer_ids
+    if not layers:
+        return None
+    tables = []
+    for layer in layers:
+        stem = f"layers.{layer}.engram.embed"
+        scales = reader.read(f"{stem}.scale") if config.quantization_config is not None else None
+        tables.append(EngramTable(layer=layer, values=reader.read(f"{stem}.weight"), scales=scales))
+    return EngramStore(tables)
+
+
+def load(
+    path: str | pathlib.Path, *, overrides: dict[str, str] | None = None, progress: Progress | None = None
+) -> Model:
+    """Reads the text model (backbone and Engram) of a directory in the released layout.
+
+    Everything that can be wrong with the directory is checked before the first tensor is read: config, tensor names,
+    shapes and dtypes of all parts, tokenizer and token map. Weights keep their stored formats; Engram tables stay on
+    the mapped files.
+
+    Args:
+      path: directory with config.json, *.safetensors (with or without index) and tokenizer.json.
+      overrides: config fields to change, as dotted names and JSON values.
+      progress: called with (bytes done, bytes in all, parameter name).
+
+    Raises:
+      DSV41Error: the directory cannot be used; the message names the file and the tensor or field.
+    """
+    path = pathlib.Path(path)
+    config = with_overrides(load_config(path), overrides or {})
+    reader = open_checkpoint(path)
+    check_inventory(reader, tensor_inventory(config), ("backbone", "engram"))
+    tokenizer, token_map = _tokenizer(path, config)
+    abstract = abstract_params(config)
+    flat = _flatten(abstract)
+    names = {parameter_name(p): p for p in flat}
+    arrays = load_parameters(reader, {n: flat[p] for n, p in names.items()}, progress=progress)
+    leaves, treedef = jax.tree.flatten(abstract)
+    del leaves
+    params = jax.tree.unflatten(treedef, [arrays[parameter_name(p)] for p in flat])
+    return Model(
+        config=config, params=params, token_map=token_map, engram=engram_store(reader, config), tokenizer=tokenizer
+    )
+
+
+def _tokenizer(path: pathlib.Path, config: ModelConfig):
+    """The tokenizer and the token map. A model without Engram runs on token ids alone and needs no tokenizer."""
+    file = path / "tokenizer.json"
+    text = config.text_config
+    if not file.exists():
+        if text.engram_layer_ids:
+            raise DSV41Error(f"{file}: no such tokenizer file; Engram hashes depend on it")
+        return None, None
+    tokenizer = load_tokenizer(file)
+    check_vocabulary(tokenizer, text.vocab_size, file)
+    if not text.engram_layer_ids:
+        return tokenizer, None
+    token_map = engram_token_map(tokenizer, text.vocab_size)
+    check_token_map(token_map, text, file)
+    return tokenizer, token_map

@@ -1,0 +1,13 @@
+"""The layers as small NNX modules; their arithmetic is in `dsv41.ops`.
+
+A module's attribute path is the tensor's name in the checkpoint. Modules are built abstract: every parameter is a
+`jax.ShapeDtypeStruct` until a checkpoint fills it.
+"""
+
+from dsv41.layers.attention import Attention
+from dsv41.layers.block import Block
+from dsv41.layers.engram import Engram
+from dsv41.layers.linear import Linear, RMSNorm, abstract
+from dsv41.layers.moe import MoE
+
+__all__ = ["Attention", "Block", "Engram", "Linear", "MoE", "RMSNorm", "abstract"]

@@ -1,0 +1,55 @@
+"""Stored weights and norms."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dsv41.ops.linear import QuantizedArray, WeightFormat, linear
+from dsv41.ops.norms import rms_norm
+
+
+def abstract(*shape: int, dtype=jnp.bfloat16) -> nnx.Param:
+    """A parameter without memory."""
+    return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))
+
+
+def _ceil32(n: int) -> int:
+    return -(-n // 32)
+
+
+class Linear(nnx.Module):
+    """A weight [out, in] in its stored format; with `experts`, a stack of them."""
+
+    def __init__(self, in_dim: int, out_dim: int, format: WeightFormat, experts: int | None = None):
+        lead = () if experts is None else (experts,)
+        self.format = format
+        if format is WeightFormat.FP8_BLOCK:
+            self.weight = abstract(*lead, out_dim, in_dim, dtype=jnp.float8_e4m3fn)
+            self.scale = abstract(*lead, _ceil32(out_dim), _ceil32(in_dim), dtype=jnp.uint8)
+        elif format is WeightFormat.FP4_ROW:
+            self.weight = abstract(*lead, out_dim, in_dim // 2, dtype=jnp.uint8)
+            self.scale = abstract(*lead, out_dim, in_dim // 32, dtype=jnp.uint8)
+        else:
+            self.weight = abstract(*lead, out_dim, in_dim)
+
+    @property
+    def stored(self) -> QuantizedArray:
+        """The weight with its scales and format."""
+        scales = None if self.format is WeightFormat.BF16 else self.scale[...]
+        return QuantizedArray(self.weight[...], scales, self.format)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """bfloat16 [..., in] -> bfloat16 [..., out]."""
+        return linear(x, self.stored)
+
+
+class RMSNorm(nnx.Module):
+    """RMSNorm with a stored gain."""
+
+    def __init__(self, dim: int, eps: float):
+        self.weight = abstract(dim)
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., C] -> bfloat16 [..., C]."""
+        return rms_norm(x, self.weight[...], self.eps)

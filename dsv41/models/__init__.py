@@ -1,0 +1,6 @@
+"""Layers in order, and the loaded model."""
+
+from dsv41.models.backbone import CAPTURES, Backbone, ForcedChoices, abstract_params, bind, forward
+from dsv41.models.model import Model, bucket
+
+__all__ = ["CAPTURES", "Backbone", "ForcedChoices", "Model", "abstract_params", "bind", "bucket", "forward"]

@@ -1,0 +1,156 @@
+"""The text backbone: layers in order."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dsv41.cache import AttentionState, ForwardBatch, KVCache
+from dsv41.config import ModelConfig, layer_schedule
+from dsv41.layers import Block, RMSNorm, abstract
+from dsv41.ops.linear import WeightFormat, contract
+from pallas_kernels.hyper_connection import ops as mhc
+
+Params = dict[str, Any]
+
+# What `forward` can report beside logits; each name is a group of entries in its `aux`.
+CAPTURES = ("streams", "outputs", "choices")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ForcedChoices:
+    """Discrete choices to replay instead of computing them, by layer number."""
+
+    selected: dict[int, jax.Array] = dataclasses.field(default_factory=dict)  # int32 [B, T, index_topk], -1 unused
+    experts: dict[int, jax.Array] = dataclasses.field(default_factory=dict)  # int32 [B, T, num_experts_per_tok]
+
+
+class _Table(nnx.Module):
+    def __init__(self, rows: int, dim: int):
+        self.weight = abstract(rows, dim)
+
+
+class Backbone(nnx.Module):
+    """Embedding, blocks, final norm and head. Attribute paths are the checkpoint's tensor names."""
+
+    def __init__(self, config: ModelConfig):
+        c = config.text_config
+        self.config = c
+        schedule = layer_schedule(c)
+        quantized = config.quantization_config is not None
+        dense = WeightFormat.FP8_BLOCK if quantized else WeightFormat.BF16
+        routed = WeightFormat.FP4_ROW if quantized else WeightFormat.BF16
+        self.embed = _Table(c.vocab_size, c.hidden_size)
+        self.layers = nnx.List([Block(c, schedule, spec, dense, routed) for spec in schedule.layers])
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.head = _Table(c.vocab_size, c.hidden_size)
+
+    def start(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """tokens int32 [B, T] -> equal streams bfloat16 [B, T, R, D] and the one-hot first mix float32 [B, T, R]."""
+        x = self.embed.weight[...][tokens]
+        streams = jnp.broadcast_to(x[:, :, None], (*x.shape[:2], self.config.hc_mult, x.shape[2]))
+        pre = jnp.zeros((*tokens.shape, self.config.hc_mult), jnp.float32).at[..., 0].set(1.0)
+        return streams, pre
+
+    def run(
+        self,
+        streams: jax.Array,
+        pre: jax.Array,
+        batch: ForwardBatch,
+        cache: KVCache,
+        state: AttentionState | None,
+        layers: range,
+        forced: ForcedChoices,
+        capture: tuple[str, ...],
+    ) -> tuple[jax.Array, jax.Array, KVCache, AttentionState | None, dict[str, jax.Array]]:
+        """Runs consecutive blocks; the last value holds what `capture` asks for, keyed "name.layer"."""
+        aux: dict[str, jax.Array] = {}
+        for n in layers:
+            block = self.layers[n]
+            with jax.named_scope(f"layer_{n}"):
+                streams = block.look_up(streams, batch)
+                if "streams" in capture:
+                    aux[f"block_in.{n}"], aux[f"pre_in.{n}"] = streams, pre
+                streams, pre, cache, state, inside = block(
+                    streams, pre, batch, cache, state, forced.selected.get(n), forced.experts.get(n)
+                )
+            if "streams" in capture:
+                aux[f"block_out.{n}"], aux[f"pre_out.{n}"] = streams, pre
+            if "outputs" in capture:
+                aux |= {f"{k}.{n}": inside[k] for k in ("attn_out", "ffn_out")}
+            if "choices" in capture:
+                aux |= {f"{k}.{n}": inside[k] for k in ("experts", "expert_weights")}
+                if block.spec.selects:
+                    aux[f"selected.{n}"] = state.selected
+                if block.spec.builds_candidates:
+                    aux[f"candidates.{n}"] = state.candidates
+        return streams, pre, cache, state, aux
+
+    def finish(self, streams: jax.Array, pre: jax.Array) -> jax.Array:
+        """streams bfloat16 [..., R, D] after the last block, its pre float32 [..., R] -> logits float32 [..., V]."""
+        return contract(self.norm(mhc.collapse(streams, pre)), self.head.weight[...])
+
+
+def abstract_params(config: ModelConfig) -> Params:
+    """The backbone's parameters as nested dicts of `jax.ShapeDtypeStruct`."""
+    return nnx.to_pure_dict(nnx.split(Backbone(config))[1])
+
+
+def bind(config: ModelConfig, params: Params) -> Backbone:
+    """The backbone with `params` (nested dicts of arrays) in place; cheap enough to do inside every trace."""
+    graphdef, state = nnx.split(Backbone(config))
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(graphdef, state)
+
+
+def forward(
+    params: Params,
+    batch: ForwardBatch,
+    cache: KVCache,
+    forced: ForcedChoices | None = None,
+    *,
+    config: ModelConfig,
+    logits: str = "last",
+    capture: tuple[str, ...] = (),
+) -> tuple[jax.Array, KVCache, dict[str, jax.Array]]:
+    """One step of the whole model: prefill chunk, decode or verify.
+
+    Args:
+      params: as `abstract_params`.
+      batch: the new tokens, any number a sequence, at any position.
+      cache: what is remembered; the step's entries are written into it.
+      forced: choices to replay.
+      config: static.
+      logits: "last": of each row's last real token; "all": of every token.
+      capture: names out of `CAPTURES`.
+
+    Returns:
+      logits float32 [B, 1, V] or [B, T, V] (rows of padding tokens are meaningless), cache, aux.
+    """
+    if logits not in ("last", "all"):
+        raise ValueError(f"logits: expected 'last' or 'all', got {logits!r}")
+    if unknown := set(capture) - set(CAPTURES):
+        raise ValueError(f"capture: unknown names {sorted(unknown)}, expected some of {CAPTURES}")
+    model = bind(config, params)
+    streams, pre = model.start(batch.tokens)
+    streams, pre, cache, _, aux = model.run(
+        streams,
+        pre,
+        batch,
+        cache,
+        None,
+        range(config.text_config.num_hidden_layers),
+        forced or ForcedChoices(),
+        capture,
+    )
+    if logits == "last":
+        last = jnp.maximum(batch.num_new - 1, 0)[:, None]
+        streams = jnp.take_along_axis(streams, last[..., None, None], axis=1)
+        pre = jnp.take_along_axis(pre, last[..., None], axis=1)
+    with jax.named_scope("head"):
+        return model.finish(streams, pre), cache, aux

@@ -1,0 +1,175 @@
+"""A loaded model: parameters plus the host side of a step (bucketing, hashing, Engram rows)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv41.cache import ForwardBatch, KVCache, init_cache
+from dsv41.config import DSV41Error, ModelConfig, Schedule, layer_schedule
+from dsv41.engram_store import EngramStore
+from dsv41.models.backbone import ForcedChoices, Params, forward
+from dsv41.ops.engram_hash import EngramHashSpec, engram_hash_spec, row_ids
+
+# The cache is donated: its pages and rings are updated in place.
+_forward = jax.jit(forward, static_argnames=("config", "logits", "capture"), donate_argnames=("cache",))
+
+
+def bucket(n: int) -> int:
+    """The power of two that n is padded to, so that few shapes are compiled."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Model:
+    """A text model ready to run.
+
+    Attributes:
+      config: the released config.
+      params: nested dicts of arrays in their stored formats, named as in the checkpoint.
+      token_map: int32 [V] Engram class of each token id; None if the model has no Engram.
+      engram: table rows; None if the model has no Engram.
+      tokenizer: a `tokenizers.Tokenizer`, or None if the directory had none.
+    """
+
+    config: ModelConfig
+    params: Params
+    token_map: np.ndarray | None = None
+    engram: EngramStore | None = None
+    tokenizer: Any = None
+
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        return layer_schedule(self.config.text_config)
+
+    @functools.cached_property
+    def _hash_spec(self) -> EngramHashSpec:
+        text = self.config.text_config
+        return engram_hash_spec(text, int(self.token_map[text.engram_pad_token_id]))
+
+    def init_cache(
+        self, num_slots: int, max_tokens: int, *, num_pages: int | None = None, draft_tokens: int = 0
+    ) -> KVCache:
+        """An empty cache for `num_slots` sequences of up to `max_tokens` tokens; see `dsv41.cache.init_cache`."""
+        return init_cache(
+            self.config.text_config,
+            num_slots=num_slots,
+            max_tokens=max_tokens,
+            num_pages=num_pages,
+            draft_tokens=draft_tokens,
+        )
+
+    def make_batch(
+        self,
+        tokens: Sequence[Sequence[int]],
+        history: Sequence[Sequence[int]] | None = None,
+        *,
+        slots: Sequence[int] | None = None,
+        padded: bool = True,
+    ) -> ForwardBatch:
+        """The arrays of one step.
+
+        Args:
+          tokens: new token ids of each sequence; lengths may differ.
+          history: all token ids of each sequence that are in the cache already; their number is where the new tokens
+            start.
+            None: the sequences start here.
+          slots: cache slot of each sequence; None: 0, 1, ...
+          padded: round batch and length up to powers of two, so that a growing sequence meets few shapes.
+
+        Raises:
+          DSV41Error: an empty batch or row, an id outside the vocabulary, or a slot used twice; the message names the
+          row.
+        """
+        rows = [np.asarray(r, np.int64).reshape(-1) for r in tokens]
+        past = (
+            [np.asarray(h, np.int64).reshape(-1) for h in history] if history is not None else [rows[0][:0]] * len(rows)
+        )
+        slots = list(range(len(rows))) if slots is None else list(slots)
+        self._check_batch(rows, past, slots)
+        lengths = [len(r) for r in rows]
+        b, t = (bucket(len(rows)), bucket(max(lengths))) if padded else (len(rows), max(lengths))
+        pad = self.config.pad_token_id
+        ids = np.full((b, t), pad, np.int32)
+        image = np.zeros((b, t), bool)
+        for i, r in enumerate(rows):
+            ids[i, : len(r)] = r
+            image[i, : len(r)] = r == self.config.image_token_id
+
+        def column(values: list[int]) -> np.ndarray:
+            return np.array(values + [0] * (b - len(values)), np.int32)
+
+        values, scales = self._engram_rows(ids, past)
+        return ForwardBatch(
+            tokens=ids,
+            num_new=column(lengths),
+            start=column([len(h) for h in past]),
+            slot=column(slots),
+            image_mask=image,
+            engram_values=values,
+            engram_scales=scales,
+        )
+
+    def _check_batch(self, rows: list[np.ndarray], past: list[np.ndarray], slots: list[int]) -> None:
+        if not rows:
+            raise DSV41Error("batch: no sequences")
+        if len(past) != len(rows) or len(slots) != len(rows):
+            raise DSV41Error(
+                f"batch: {len(rows)} rows of tokens, {len(past)} of history, {len(slots)} slots; expected as many"
+            )
+        if len(set(slots)) != len(slots):
+            raise DSV41Error(f"batch: each sequence needs a cache slot of its own, got {slots}")
+        vocab = self.config.text_config.vocab_size
+        for i, (r, h) in enumerate(zip(rows, past, strict=True)):
+            if not len(r):
+                raise DSV41Error(f"batch row {i}: no new tokens")
+            for kind, ids in (("token", r), ("history token", h)):
+                bad = np.flatnonzero((ids < 0) | (ids >= vocab))
+                if len(bad):
+                    raise DSV41Error(f"batch row {i}: {kind} {bad[0]} is {ids[bad[0]]}, expected an id in [0, {vocab})")
+
+    def _engram_rows(self, ids: np.ndarray, past: list[np.ndarray]) -> tuple[np.ndarray | None, np.ndarray | None]:
+        if self.engram is None:
+            return None, None
+        window = self.config.text_config.engram_max_ngram_size - 1
+        history = np.full((ids.shape[0], window), -1, np.int64)
+        for i, h in enumerate(past):
+            tail = h[len(h) - min(len(h), window) :]
+            history[i, window - len(tail) :] = tail
+        rows = row_ids(self._hash_spec, self.token_map, ids, history, self.config.image_token_id)
+        return self.engram.lookup(rows)
+
+    def forward(
+        self,
+        batch: ForwardBatch,
+        cache: KVCache,
+        *,
+        logits: str = "last",
+        capture: tuple[str, ...] = (),
+        forced: ForcedChoices | None = None,
+    ) -> tuple[jax.Array, KVCache, dict[str, jax.Array]]:
+        """One step: prefill chunk, decode or verify. The cache is consumed; use the returned one.
+
+        Args and returns as in `dsv41.models.backbone.forward`.
+
+        Raises:
+          DSV41Error: a row would grow past what a sequence may hold, or names a slot that the cache lacks.
+        """
+        if isinstance(batch.start, np.ndarray):
+            end = batch.start + batch.num_new
+            if (end > cache.max_tokens).any():
+                row = int(np.argmax(end))
+                raise DSV41Error(
+                    f"batch row {row}: {batch.num_new[row]} tokens at position {batch.start[row]} exceed the cache's "
+                    f"{cache.max_tokens} tokens a sequence"
+                )
+            if batch.slot.min() < 0 or batch.slot.max() >= cache.num_slots:
+                raise DSV41Error(f"batch: slots {batch.slot.tolist()} are not all in [0, {cache.num_slots})")
+        batch = jax.tree.map(jnp.asarray, batch)
+        return _forward(self.params, batch, cache, forced, config=self.config, logits=logits, capture=capture)
