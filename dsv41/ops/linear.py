@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.fixed_order import with_min_rows
 from pallas_kernels.quantize import ops as quantize
 from pallas_kernels.rounding import round_to_bf16
 
@@ -52,17 +53,19 @@ class QuantizedArray:
 def contract(x: jax.Array, weight: jax.Array) -> jax.Array:
     """x [..., in] times weight [out, in] transposed, both bfloat16 or both float32 -> float32 [..., out].
 
-    A single row is computed as two: backends switch to a matrix-vector routine with another summation order there, and
-    decoding one token must give the bits of a longer pass.
+    The bits of a row do not depend on the number of rows.
     """
-    rows = x.reshape(-1, x.shape[-1])
-    single = rows.shape[0] == 1
-    if single:
-        rows = jnp.concatenate([rows, rows])
-    y = jax.lax.dot_general(
-        rows, weight, (((1,), (1,)), ((), ())), precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )
-    y = y[:1] if single else y
+
+    def product(rows: jax.Array) -> jax.Array:
+        return jax.lax.dot_general(
+            rows,
+            weight,
+            (((1,), (1,)), ((), ())),
+            precision=jax.lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        )
+
+    y = with_min_rows(product, x.reshape(-1, x.shape[-1]), min_rows=2)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
