@@ -1,0 +1,53 @@
+"""Steps of a fixed shape: whatever a step has to do, it is padded to one of the few shapes that are compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+
+from dsv41.cache import CacheLayout, ForwardBatch, KVCache
+from dsv41.models import Model, batch_bucket
+
+Shape = tuple[int, int]  # rows B, new tokens T
+
+
+def step_batch(model: Model, shape: Shape, rows: Mapping[int, tuple[np.ndarray, np.ndarray]]) -> ForwardBatch:
+    """A step in which row i, which uses cache slot i, gets new tokens; all other rows are padding.
+
+    A batch that kept only its live rows would change its shape, and be compiled again, each time a row ends.
+
+    Args:
+      model: hashes the tokens and reads their Engram rows.
+      shape: (B, T) of the batch.
+      rows: row -> (new token ids, at most T; ids of the same sequence that the cache holds already).
+    """
+    index = list(rows)
+    batch = model.make_batch(
+        [new for new, _ in rows.values()], [past for _, past in rows.values()], slots=index, padded=False
+    )
+
+    def place(x: np.ndarray) -> np.ndarray:
+        padded = np.zeros(shape[: min(x.ndim, 2)] + x.shape[2:], x.dtype)
+        if x.ndim == 1:
+            padded[index] = x
+        else:
+            padded[index, : x.shape[1]] = x
+        return padded
+
+    return jax.tree.map(place, batch)
+
+
+def idle_batch(model: Model, shape: Shape) -> ForwardBatch:
+    """A step of padding rows only: it leaves the cache as it is, but has to be compiled like any other."""
+    one = np.zeros(1, np.int64)
+    return jax.tree.map(np.zeros_like, step_batch(model, shape, {0: (one, one[:0])}))
+
+
+def init_run_cache(model: Model, sequences: int, tokens: int) -> KVCache:
+    """A cache for `tokens` tokens a sequence, in a power of two of pages: few sizes mean few compiled programs."""
+    text = model.config.text_config
+    page = CacheLayout.from_config(text).page_tokens
+    capacity = batch_bucket(-(-tokens // page)) * page
+    return model.init_cache(batch_bucket(sequences), min(capacity, text.max_position_embeddings))
