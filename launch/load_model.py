@@ -1,0 +1,108 @@
+"""The flags that say which model a script runs, and loading it."""
+
+import pathlib
+import sys
+import time
+from typing import Any
+
+import jax
+from absl import flags
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import dsv41
+from dsv41.checkpoint.token_map import load_tokenizer
+from dsv41.config import DSV41Error, ModelConfig, load_config, with_overrides
+from dsv41.data import TINY_MODEL
+from dsv41.models import Model
+
+
+def overrides(settings: list[str]) -> dict[str, str]:
+    """`key=value` strings as a dict."""
+    pairs = [setting.partition("=") for setting in settings]
+    for key, equals, value in pairs:
+        if not equals:
+            raise DSV41Error(f"--set: expected key=value, got {key + value!r}")
+    return {key: value for key, _, value in pairs}
+
+
+class ModelFlags:
+    """--checkpoint, --set and --compile_cache_dir of a script, and what follows from them."""
+
+    def __init__(self, values: flags.FlagValues):
+        """Defines the flags in `values`."""
+        self._values = values
+        flags.DEFINE_string(
+            "checkpoint",
+            None,
+            "Directory in the released layout. Without it: the bundled tiny model, whose weights are random.",
+            flag_values=values,
+        )
+        flags.DEFINE_multi_string(
+            "set",
+            [],
+            "key=value: changes one field of the config, such as text_config.max_position_embeddings=4096.",
+            flag_values=values,
+        )
+        flags.DEFINE_string(
+            "compile_cache_dir",
+            None,
+            "Directory that keeps compiled programs, so that later runs start faster.",
+            flag_values=values,
+        )
+
+    @property
+    def checkpoint(self) -> pathlib.Path:
+        return TINY_MODEL if self._values.checkpoint is None else pathlib.Path(self._values.checkpoint)
+
+    def config(self) -> ModelConfig:
+        """The config with overrides; reads nothing else, so that bad input shows before a long load."""
+        return with_overrides(load_config(self.checkpoint), overrides(self._values.set))
+
+    def tokenizer(self) -> Any:
+        """The `tokenizers.Tokenizer` of the checkpoint.
+
+        Raises:
+          DSV41Error: there is none.
+        """
+        return load_tokenizer(self.checkpoint)
+
+    def load(self) -> tuple[Model, float]:
+        """The model, and the seconds that loading took."""
+        started = time.perf_counter()
+        self._use_compile_cache()
+        with progress_bar(self._values.verbose, in_bytes=True) as bar:
+            task = bar.add_task("loading", total=None)
+            model = dsv41.load(
+                self.checkpoint,
+                overrides=overrides(self._values.set),
+                progress=lambda done, total, _: bar.update(task, completed=done, total=total),
+            )
+        return model, time.perf_counter() - started
+
+    def _use_compile_cache(self) -> None:
+        directory = self._values.compile_cache_dir
+        if directory is None:
+            return
+        try:
+            pathlib.Path(directory).mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise DSV41Error(f"--compile_cache_dir: cannot make the directory {directory} ({e.strerror})") from e
+        jax.config.update("jax_compilation_cache_dir", directory)
+        # Keep small programs too: together they take as long as the large ones.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def progress_bar(verbose: bool, *, in_bytes: bool = False) -> Progress:
+    """A bar on stderr that vanishes when it is done; shown on a terminal, or always if `verbose`."""
+    amount = DownloadColumn(binary_units=True) if in_bytes else MofNCompleteColumn()
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        amount,
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=not (verbose or sys.stderr.isatty()),
+        transient=not verbose,
+    )

@@ -1,0 +1,112 @@
+"""launch.score: the file it writes, the figures it prints, and bad input."""
+
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from launch import score
+from launch.cli import run
+from tests.golden import DATA, expected
+
+ROOT = pathlib.Path(__file__).parents[2]
+TINY = f"--checkpoint={DATA / 'tiny_text'}"
+MODEL = (TINY, "--set=text_config.max_position_embeddings=4096")
+
+
+def start(*arguments):
+    return run(score.main, score.FLAGS, ["launch/score.py", *arguments])
+
+
+@pytest.fixture
+def files(tmp_path):
+    """The two file flags; the tokens are the golden prompt's."""
+    save_file({"tokens": expected("tiny_text")["input_ids"][:, :53].astype(np.int32)}, tmp_path / "tokens.safetensors")
+    return f"--tokens={tmp_path / 'tokens.safetensors'}", f"--out={tmp_path / 'out.safetensors'}"
+
+
+def out_of(files):
+    return load_file(files[1].removeprefix("--out="))
+
+
+def test_golden_logits(capsys, files):
+    """Free run: mean 0.06 as in the golden README."""
+    assert start(*MODEL, *files, "--json") == 0
+    out, err = capsys.readouterr()
+    assert out.count("\n") == 1 and err == ""
+    report = json.loads(out)
+    found = out_of(files)
+    assert list(found) == ["logits"] and found["logits"].dtype == np.float32
+    error = np.abs(found["logits"] - expected("tiny_text")["prefill.logits"])
+    assert error.mean() < 0.06 and error.max() < 1
+    assert report["array"] == "logits" and report["shape"] == [2, 53, 512] and report["predictions"] == 104
+    assert report["perplexity"] == pytest.approx(math.exp(-report["mean_logprob"]))
+    assert report["timings"]["load_s"] > 0 and report["timings"]["score_s"] > 0
+
+
+def test_logprobs_only(capsys, files):
+    assert start(*MODEL, *files, "--logprobs_only") == 0
+    out, err = capsys.readouterr()
+    found = out_of(files)
+    assert list(found) == ["logprobs"] and found["logprobs"].shape == (2, 52)
+    perplexity = math.exp(-found["logprobs"].mean(dtype=np.float64))
+    assert out.startswith(f"perplexity {perplexity:.6g} (") and out.count("\n") == 1
+    assert err.count("\n") == 1 and "logprobs [2, 52]" in err
+
+
+def test_cuts_write_the_same_file(capsys, files):
+    whole = [start(*MODEL, *files), out_of(files)["logits"]]
+    cut = [start(*MODEL, *files, "--chunk=7", "--decode_from=40"), out_of(files)["logits"]]
+    assert whole[0] == cut[0] == 0
+    np.testing.assert_array_equal(whole[1], cut[1])
+
+
+def test_one_token_has_no_perplexity(capsys, files):
+    save_file({"tokens": np.zeros((2, 1), np.int64)}, files[0].removeprefix("--tokens="))
+    assert start(*MODEL, *files, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["perplexity"] is None and report["mean_logprob"] is None and report["shape"] == [2, 1, 512]
+
+
+@pytest.mark.parametrize(
+    "arrays, arguments, message",
+    [
+        ({"ids": np.zeros((1, 3), np.int32)}, [], "holds no array 'tokens'"),
+        ({"tokens": np.full((1, 3), 512, np.int32)}, [], "tokens[0, 0] is 512, expected an id in [0, 512)"),
+        ({"tokens": np.zeros((1, 1), np.int32)}, ["--logprobs_only"], "--logprobs_only needs two tokens a row"),
+        ({"tokens": np.zeros((1, 129), np.int32)}, [], "129 a row exceed max_position_embeddings=128"),
+        ({"tokens": np.zeros((1, 3), np.int32)}, ["--decode_from=3"], "decode_from: expected a position in [0, 3)"),
+        ({"tokens": np.zeros((1, 3), np.int32)}, ["--chunk=0"], "chunk: expected 1 or more, got 0"),
+        ({"tokens": np.zeros((1, 3), np.int32)}, ["--out=absent/x.safetensors"], "no such directory absent"),
+        ({"tokens": np.zeros((1, 3), np.int32)}, ["--tokens=absent"], "absent: no such file of tokens"),
+        ({"tokens": np.zeros((1, 3), np.int32)}, ["--checkpoint=absent"], "absent: no such config file"),
+    ],
+)
+def test_bad_input(capsys, monkeypatch, tmp_path, files, arrays, arguments, message):
+    """Found before the model is loaded; nothing is left behind."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("dsv41.load", lambda *_, **__: pytest.fail("loaded"))
+    save_file(arrays, "tokens.safetensors")
+    assert start(TINY, *files, *arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert err.startswith("score: ") and message in err
+    assert os.listdir(tmp_path) == ["tokens.safetensors"]
+
+
+def test_required_flags(capsys):
+    assert start("--out=x") == 2
+    assert "--tokens=FILE.safetensors is required" in capsys.readouterr().err
+
+
+def test_as_a_program(files):
+    command = [sys.executable, "-m", "launch.score", TINY, files[0], "--out=absent/x"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "score: absent/x: no such directory absent\n"
