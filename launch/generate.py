@@ -1,0 +1,163 @@
+"""Continues a prompt.
+
+    python -m launch.generate --prompt="The quick brown fox" --max_new_tokens=24
+    python -m launch.generate --checkpoint=DIR --prompt_ids=0,17,42 --temperature=0.6 --seed=1 --json
+
+The text of --prompt is encoded by the checkpoint's tokenizer, and the config's bos_token_id is put before it unless the
+encoding starts with it. --prompt_ids are used exactly as given. Generation ends at a stop id, which stays the last of
+`token_ids` but has no text, or after --max_new_tokens.
+
+The text goes to stdout as it is generated, figures go to stderr. With --json, stdout is exactly one JSON object with
+token_ids (the new ones), text (null without a tokenizer), prompt_tokens, finish_reason ("stop" or "length"), timings
+and cache. Every step shape is run once without tokens before the clock starts; that time is compile_s. The time to the
+first token does not contain it.
+"""
+
+import json
+import sys
+from typing import Any
+
+from absl import flags
+
+from dsv41.config import DSV41Error, ModelConfig
+from dsv41.engine import PREFILL_CHUNK, GenerationResult, TextStream, check_prompts, generate
+from dsv41.ops.sampling import SamplingParams
+from launch.cli import new_flags, run
+from launch.load_model import ModelFlags, progress_bar
+
+FLAGS = new_flags()
+_MODEL = ModelFlags(FLAGS)
+_PROMPT = flags.DEFINE_string("prompt", None, "Text to continue.", flag_values=FLAGS)
+_PROMPT_IDS = flags.DEFINE_list("prompt_ids", None, "Token ids to continue, as 0,17,42.", flag_values=FLAGS)
+_MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 32, "Tokens to generate at most.", flag_values=FLAGS)
+_TEMPERATURE = flags.DEFINE_float(
+    "temperature", 0.0, "Divides the logits; 0 always takes the best token.", flag_values=FLAGS
+)
+_TOP_P = flags.DEFINE_float(
+    "top_p", SamplingParams.top_p, "Draw from the best tokens that hold this share of the mass.", flag_values=FLAGS
+)
+_TOP_K = flags.DEFINE_integer("top_k", 0, "Draw from that many best tokens; 0: from all.", flag_values=FLAGS)
+_SEED = flags.DEFINE_integer("seed", 0, "Same seed, same draws.", flag_values=FLAGS)
+_STOP_IDS = flags.DEFINE_list(
+    "stop_ids", None, "Token ids that end the text; empty: none. Default: the config's eos_token_id.", flag_values=FLAGS
+)
+_PREFILL_CHUNK = flags.DEFINE_integer(
+    "prefill_chunk", PREFILL_CHUNK, "Prompt tokens a step; memory grows with it.", flag_values=FLAGS
+)
+_JSON = flags.DEFINE_bool("json", False, "Print one JSON object instead of text.", flag_values=FLAGS)
+
+
+def _ids(flag: str, items: list[str]) -> list[int]:
+    try:
+        return [int(item) for item in items]
+    except ValueError as e:
+        raise DSV41Error(f"--{flag}: expected ids as 0,17,42, got {','.join(items)!r}") from e
+
+
+def encode(tokenizer: Any, text: str, bos_token_id: int) -> list[int]:
+    """Ids of `text` behind exactly one BOS, unless the text itself spells more."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:  # Python keeps such bytes of the command line as lone surrogates
+        raise DSV41Error("--prompt: not valid UTF-8") from e
+    ids = tokenizer.encode(text).ids
+    return ids if ids[:1] == [bos_token_id] else [bos_token_id, *ids]
+
+
+def _prompt(config: ModelConfig) -> list[int]:
+    if (_PROMPT.value is None) == (_PROMPT_IDS.value is None):
+        raise DSV41Error("give either --prompt=TEXT or --prompt_ids=ID,ID,...")
+    if _PROMPT_IDS.value is not None:
+        return _ids("prompt_ids", _PROMPT_IDS.value)
+    return encode(_MODEL.tokenizer(), _PROMPT.value, config.bos_token_id)
+
+
+class _Printer:
+    """Writes the text of tokens to stdout as they come."""
+
+    def __init__(self, tokenizer: Any, stop: list[int]):
+        self._stream = TextStream(tokenizer) if tokenizer is not None else None
+        self._stop = stop
+
+    def push(self, token: int) -> None:
+        if token in self._stop:
+            return
+        print(self._stream.push(token) if self._stream else f"{token} ", end="", flush=True)
+
+    def finish(self) -> None:
+        print(self._stream.finish() if self._stream else "")
+
+
+def report(result: GenerationResult, text: str | None, load_s: float) -> dict[str, Any]:
+    """The JSON object."""
+    t = result.timings
+    return {
+        "token_ids": list(result.token_ids),
+        "text": text,
+        "prompt_tokens": result.prompt_tokens,
+        "finish_reason": result.finish_reason,
+        "timings": {
+            "load_s": load_s,
+            "compile_s": t.compile_s,
+            "time_to_first_token_s": t.prefill_s,
+            "prefill_s": t.prefill_s,
+            "decode_s": t.decode_s,
+            "prefill_tokens_per_s": t.prefill_tokens_per_s,
+            "decode_tokens_per_s": t.decode_tokens_per_s,
+        },
+        "cache": {"kv_bytes_per_token": result.kv_bytes_per_token, "window_bytes": result.window_bytes},
+    }
+
+
+def _figures(result: GenerationResult, load_s: float) -> str:
+    t = result.timings
+    rate = "" if t.decode_tokens_per_s is None else f", then {t.decode_tokens_per_s:,.1f} tokens/s"
+    return (
+        f"{len(result.token_ids)} tokens ({result.finish_reason}) after a prompt of {result.prompt_tokens}: "
+        f"first token in {t.prefill_s:.3f} s{rate}; load {load_s:.1f} s, compile {t.compile_s:.1f} s; "
+        f"KV measured on the cache arrays: {result.kv_bytes_per_token:,g} bytes a token, "
+        f"window {result.window_bytes:,} bytes"
+    )
+
+
+def main() -> None:
+    config = _MODEL.config()
+    sampling = SamplingParams(temperature=_TEMPERATURE.value, top_p=_TOP_P.value, top_k=_TOP_K.value, seed=_SEED.value)
+    stop = [config.eos_token_id] if _STOP_IDS.value is None else _ids("stop_ids", _STOP_IDS.value)
+    prompt = _prompt(config)
+    check_prompts(config, [prompt], _MAX_NEW_TOKENS.value)
+    model, load_s = _MODEL.load()
+    printer = _Printer(model.tokenizer, stop)
+    with progress_bar(FLAGS.verbose) as bar:
+        task = bar.add_task("prefill", total=len(prompt))
+
+        def on_prefill(done: int, total: int) -> None:
+            bar.update(task, completed=done)
+            if done == total:
+                bar.stop()
+
+        (result,) = generate(
+            model,
+            [prompt],
+            max_new_tokens=_MAX_NEW_TOKENS.value,
+            sampling=sampling,
+            stop_ids=stop,
+            prefill_chunk=_PREFILL_CHUNK.value,
+            on_token=None if _JSON.value else lambda _, token: printer.push(token),
+            on_prefill=on_prefill,
+        )
+    if _JSON.value:
+        text = None if model.tokenizer is None else model.tokenizer.decode(result.text_ids, skip_special_tokens=True)
+        print(json.dumps(report(result, text, load_s)))
+    else:
+        printer.finish()
+        print(_figures(result, load_s), file=sys.stderr)
+
+
+def cli() -> int:
+    """The console script."""
+    return run(main, FLAGS)
+
+
+if __name__ == "__main__":
+    sys.exit(cli())
