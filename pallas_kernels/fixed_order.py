@@ -1,28 +1,44 @@
-"""Results of a row that do not depend on how many rows there are.
+"""Bits of a row that do not depend on how many rows are computed beside it.
 
-A compiler picks another code path for one or a few rows: a matrix-vector routine with another summation order, scalar
-instead of vector exponentials. Decoding one token must give the bits of a longer pass, so the plain-jnp references never
-compute fewer rows than these.
+Decoding one token, verifying six and one long pass must agree, so the plain-jnp references fix the order of summation
+where a compiler would choose another one by size. On CPU that takes two measures: products never have a single row, and
+steps are compiled with `compiler_options`.
 """
 
-from collections.abc import Callable
-from typing import Any
+import functools
 
 import jax
 import jax.numpy as jnp
 
-# From here up, every row count was measured to give the same bits on CPU, the products from 2 rows up.
-MIN_ROWS = 8
 
+def contract(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x [..., in] times weight [out, in] transposed, both bfloat16 or both float32 -> float32 [..., out].
 
-def with_min_rows(fn: Callable[[jax.Array], Any], x: jax.Array, min_rows: int = MIN_ROWS) -> Any:
-    """`fn(x)` for a function of independent rows x [rows, ...], computed on at least `min_rows` rows.
-
-    The barriers keep the compiler from computing only the rows that are used.
+    A single row is computed as two: backends switch to a matrix-vector routine with another summation order there.
     """
-    rows = x.shape[0]
-    if rows >= min_rows:
-        return fn(x)
-    padded = jnp.concatenate([x, jnp.broadcast_to(x[:1], (min_rows - rows, *x.shape[1:]))])
-    out = jax.lax.optimization_barrier(fn(jax.lax.optimization_barrier(padded)))
-    return jax.tree.map(lambda y: y[:rows], out)
+    rows = x.reshape(-1, x.shape[-1])
+    single = rows.shape[0] == 1
+    rows = jnp.concatenate([rows, rows]) if single else rows
+    y = jax.lax.dot_general(
+        rows, weight, (((1,), (1,)), ((), ())), precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
+    return (y[:1] if single else y).reshape(*x.shape[:-1], weight.shape[0])
+
+
+@functools.cache
+def compiler_options() -> dict[str, str]:
+    """For `jax.jit(compiler_options=...)` of a whole step; empty except on CPU.
+
+    XLA's CPU backend hands reductions above some size to a library that sums in another order. Releases without that
+    library do not know the option and need none.
+    """
+    if jax.default_backend() != "cpu":
+        return {}
+    options = {"xla_cpu_experimental_ynn_fusion_type": ""}
+    try:
+        jax.jit(lambda x: x, compiler_options=options).lower(jax.ShapeDtypeStruct((), jnp.float32)).compile()
+    except jax.errors.JaxRuntimeError as e:
+        if "No such compile option" not in str(e):
+            raise
+        return {}
+    return options

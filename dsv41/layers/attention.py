@@ -13,9 +13,10 @@ from dsv41.config import LayerMode, LayerSpec, Schedule, TextConfig
 from dsv41.layers.indexer import Indexer
 from dsv41.layers.linear import Linear, RMSNorm, abstract
 from dsv41.ops import compressor as compression
-from dsv41.ops.linear import WeightFormat, contract, grouped_linear
+from dsv41.ops.linear import WeightFormat, grouped_linear
 from dsv41.ops.rope import apply_rope, table_of
 from dsv41.ops.tiling import map_query_tiles, query_tile
+from pallas_kernels.fixed_order import contract
 from pallas_kernels.formats import byte_to_e4m3, e4m3_to_byte
 from pallas_kernels.page_layout import drop_index
 from pallas_kernels.quantize import ops as quantize

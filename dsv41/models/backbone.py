@@ -12,7 +12,8 @@ from flax import nnx
 from dsv41.cache import AttentionState, ForwardBatch, KVCache
 from dsv41.config import ModelConfig, layer_schedule
 from dsv41.layers import Block, RMSNorm, abstract
-from dsv41.ops.linear import WeightFormat, contract
+from dsv41.ops.linear import WeightFormat
+from pallas_kernels.fixed_order import contract
 from pallas_kernels.hyper_connection import ops as mhc
 
 Params = dict[str, Any]

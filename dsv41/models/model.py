@@ -16,14 +16,32 @@ from dsv41.config import DSV41Error, ModelConfig, Schedule, layer_schedule
 from dsv41.engram_store import EngramStore
 from dsv41.models.backbone import ForcedChoices, Params, forward
 from dsv41.ops.engram_hash import EngramHashSpec, engram_hash_spec, row_ids
-
-# The cache is donated: its pages and rings are updated in place.
-_forward = jax.jit(forward, static_argnames=("config", "logits", "capture"), donate_argnames=("cache",))
+from pallas_kernels.fixed_order import compiler_options
 
 
-def bucket(n: int) -> int:
-    """The power of two that n is padded to, so that few shapes are compiled."""
-    return 1 << max(n - 1, 0).bit_length()
+@functools.cache
+def compiled_forward():
+    """`forward`, compiled once a shape for all models; the donated cache is updated in place."""
+    return jax.jit(
+        forward,
+        static_argnames=("config", "logits", "capture"),
+        donate_argnames=("cache",),
+        compiler_options=compiler_options(),
+    )
+
+
+# One bucket serves every verify length (2 to 6 tokens).
+_SHORTEST_CHUNK = 8
+
+
+def batch_bucket(rows: int) -> int:
+    """Rows that a batch is padded to, so that few shapes are compiled: powers of two."""
+    return 1 << max(rows - 1, 0).bit_length()
+
+
+def token_bucket(tokens: int) -> int:
+    """New tokens a row that a step is padded to: 1 (decode), then powers of two from 8 up."""
+    return 1 if tokens == 1 else max(batch_bucket(tokens), _SHORTEST_CHUNK)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -81,7 +99,7 @@ class Model:
             start.
             None: the sequences start here.
           slots: cache slot of each sequence; None: 0, 1, ...
-          padded: round batch and length up to powers of two, so that a growing sequence meets few shapes.
+          padded: round batch and length up to `batch_bucket` and `token_bucket`, so that few shapes are met.
 
         Raises:
           DSV41Error: an empty batch or row, an id outside the vocabulary, or a slot used twice; the message names the
@@ -94,7 +112,7 @@ class Model:
         slots = list(range(len(rows))) if slots is None else list(slots)
         self._check_batch(rows, past, slots)
         lengths = [len(r) for r in rows]
-        b, t = (bucket(len(rows)), bucket(max(lengths))) if padded else (len(rows), max(lengths))
+        b, t = (batch_bucket(len(rows)), token_bucket(max(lengths))) if padded else (len(rows), max(lengths))
         pad = self.config.pad_token_id
         ids = np.full((b, t), pad, np.int32)
         image = np.zeros((b, t), bool)
@@ -172,4 +190,4 @@ class Model:
             if batch.slot.min() < 0 or batch.slot.max() >= cache.num_slots:
                 raise DSV41Error(f"batch: slots {batch.slot.tolist()} are not all in [0, {cache.num_slots})")
         batch = jax.tree.map(jnp.asarray, batch)
-        return _forward(self.params, batch, cache, forced, config=self.config, logits=logits, capture=capture)
+        return compiled_forward()(self.params, batch, cache, forced, config=self.config, logits=logits, capture=capture)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.fixed_order import with_min_rows
+from pallas_kernels.fixed_order import contract
 from pallas_kernels.quantize import ops as quantize
 from pallas_kernels.rounding import round_to_bf16
 
@@ -48,25 +48,6 @@ class QuantizedArray:
     def at_row(self, index: jax.Array) -> QuantizedArray:
         """Entry `index` of the leading (expert) axis."""
         return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), self)
-
-
-def contract(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [..., in] times weight [out, in] transposed, both bfloat16 or both float32 -> float32 [..., out].
-
-    The bits of a row do not depend on the number of rows.
-    """
-
-    def product(rows: jax.Array) -> jax.Array:
-        return jax.lax.dot_general(
-            rows,
-            weight,
-            (((1,), (1,)), ((), ())),
-            precision=jax.lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        )
-
-    y = with_min_rows(product, x.reshape(-1, x.shape[-1]), min_rows=2)
-    return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def fake_quantize_fp8(x: jax.Array) -> jax.Array:

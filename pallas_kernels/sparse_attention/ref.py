@@ -30,6 +30,8 @@ def attend(q: jax.Array, kv: jax.Array, valid: jax.Array, sink: jax.Array, scale
     lead, (n, h), s = q.shape[:-2], q.shape[-2:], kv.shape[-2]
     blocks = -(-s // BLOCK)
     pad = blocks * BLOCK - s
+    # An unused entry may hold anything, NaN included, and a probability of 0 would not silence that.
+    kv = jnp.where(valid[..., None], kv, 0)
     kv = jnp.pad(kv, [(0, 0)] * len(lead) + [(0, pad), (0, 0)]).reshape(*lead, blocks, BLOCK, h)
     valid = jnp.pad(valid, [(0, 0)] * len(lead) + [(0, pad)]).reshape(*lead, blocks, 1, BLOCK)
 

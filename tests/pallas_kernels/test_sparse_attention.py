@@ -25,9 +25,20 @@ def test_golden(case):
 
 def test_case_n12_nothing_visible_gives_zero():
     q = jnp.ones((1, 2, 32), jnp.bfloat16)
-    kv = jnp.full((1, 5, 32), jnp.nan, jnp.bfloat16).at[:].set(1.0)
+    kv = jnp.ones((1, 5, 32), jnp.bfloat16)
     o = ops.attend(q, kv, jnp.zeros((1, 5), bool), jnp.array([0.3, -5.0]), 1.0)
     assert (np.asarray(o, np.float32) == 0).all()
+
+
+def test_unused_entries_may_hold_anything():
+    rng = np.random.default_rng(3)
+    q = jnp.asarray(rng.normal(size=(2, 4, 32)), jnp.bfloat16)
+    kv = rng.normal(size=(2, 70, 32)).astype(np.float32)
+    valid = rng.random((2, 70)) < 0.5
+    dirty = np.where(valid[..., None], kv, np.nan)
+    clean = ops.attend(q, jnp.asarray(kv, jnp.bfloat16), jnp.asarray(valid), jnp.zeros(4), 1.0)
+    poisoned = ops.attend(q, jnp.asarray(dirty, jnp.bfloat16), jnp.asarray(valid), jnp.zeros(4), 1.0)
+    np.testing.assert_array_equal(np.asarray(clean, np.float32), np.asarray(poisoned, np.float32))
 
 
 def test_sink_only_enters_the_denominator():

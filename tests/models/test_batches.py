@@ -1,0 +1,182 @@
+"""Sequences of different lengths in one batch, padding rows, slots and capacity."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsv41.cache import PageAllocator, init_cache
+from dsv41.config import DSV41Error
+from tests.models_for_tests import tiny_model
+
+LENGTHS = (1, 7, 8, 33)
+
+
+def prompts() -> list[np.ndarray]:
+    rng = np.random.default_rng(7)
+    return [rng.integers(3, 500, n) for n in LENGTHS]
+
+
+def entries(cache, slot: int, length: int) -> list[np.ndarray]:
+    """Every stored byte of a sequence: main KV, index keys and window rows."""
+    layout, out = cache.layout, []
+    for source, ratio in enumerate(layout.ratios):
+        number = np.arange(length // ratio)[None]
+        page, entry = layout.address(cache.page_table[slot][None], number, ratio)
+        out += layout.main.gather(cache.main[source], page, entry)
+        out += layout.index.gather_blocks(cache.index[source], page, entry, 1)
+    for ring in cache.window:
+        values, scales = layout.window.read(ring, np.array(slot))
+        last = np.arange(max(0, length - layout.window.length), length) % layout.window.length
+        out += [values[last], scales[last]]
+    return [np.asarray(x) for x in out]
+
+
+def test_a_batch_equals_separate_runs():
+    """Lengths 1, 7, 8, 33 (cases A10, A11): logits and stored bytes of each are those of its solo run."""
+    model, rows = tiny_model(), prompts()
+    logits, cache, _ = model.forward(model.make_batch(rows), model.init_cache(4, 512), logits="all")
+    for i, row in enumerate(rows):
+        solo = [row] + [row[:1]] * 3  # the other rows differ, and so does the place in the batch
+        place = (i + 1) % 4
+        solo = solo[-place:] + solo[:-place] if place else solo
+        slots = list(range(4))
+        alone, own, _ = model.forward(model.make_batch(solo, slots=slots), model.init_cache(4, 512), logits="all")
+        np.testing.assert_array_equal(np.asarray(logits)[i, : len(row)], np.asarray(alone)[place, : len(row)])
+        for a, b in zip(entries(cache, i, len(row)), entries(own, place, len(row))):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_case_a11_incomplete_groups():
+    """5 tokens at ratio 2 give 2 entries, the third only after token 6; ratio 1 gives 5."""
+    model = tiny_model()
+    ids = np.tile(np.arange(10, 16), (2, 1))
+    _, five, _ = model.forward(model.make_batch(ids[:, :5]), model.init_cache(2, 512, draft_tokens=5), logits="all")
+
+    def written(cache, source):
+        layout = cache.layout
+        _, scales = layout.main.gather(cache.main[source], np.zeros(8, np.int32), np.arange(8))
+        return int((np.asarray(scales) != 0).any(-1).sum())
+
+    assert [written(five, s) for s in range(3)] == [2, 2, 5]
+    _, six, _ = model.forward(model.make_batch(ids[:, 5:], ids[:, :5]), five, logits="all")
+    assert [written(six, s) for s in range(3)] == [3, 3, 6]
+
+
+def test_case_a10_neighbouring_lengths():
+    """Lengths 7 and 8 at ratio 2 have 3 and 4 entries, each equal to its solo run (bytes compared above)."""
+    model, rows = tiny_model(), prompts()
+    cache = model.init_cache(4, 512)
+    _, cache, _ = model.forward(model.make_batch(rows), cache, logits="all")
+    layout = cache.layout
+    for slot, count in ((1, 3), (2, 4)):
+        page, entry = layout.address(cache.page_table[slot][None], np.arange(6)[None], 2)
+        _, scales = layout.main.gather(cache.main[0], page, entry)
+        assert int((np.asarray(scales) != 0).any(-1).sum()) == count
+
+
+def test_rows_of_padding_write_nowhere():
+    """A batch of 3 is padded to 4: the pages and rings of other slots keep every byte."""
+    model, rows = tiny_model(), prompts()[:3]
+    marked = jax.tree.map(
+        lambda x: jax.numpy.full_like(x, 0x5A) if x.dtype == np.uint8 else x, model.init_cache(4, 512)
+    )
+    before = [np.asarray(x) for x in (*marked.main, *marked.index, *marked.window)]
+    batch = model.make_batch(rows, slots=[3, 1, 2])
+    assert batch.tokens.shape[0] == 4
+    _, after, _ = model.forward(batch, marked, logits="all")
+    arrays = [np.asarray(x) for x in (*after.main, *after.index, *after.window)]
+    slot_pages = [2 * after.layout.pages_per_logical(r) for r in after.layout.ratios] * 2 + [1] * 12
+    for old, new, pages in zip(before, arrays, slot_pages):
+        np.testing.assert_array_equal(old[:pages], new[:pages])  # slot 0 owns the first ones
+        assert not np.array_equal(old, new)
+
+
+def test_slots_may_be_used_in_any_order():
+    model, rows = tiny_model(), prompts()
+    straight, _, _ = model.forward(model.make_batch(rows), model.init_cache(4, 512), logits="all")
+    mixed, _, _ = model.forward(model.make_batch(rows, slots=[2, 0, 3, 1]), model.init_cache(4, 512), logits="all")
+    for i, row in enumerate(rows):
+        np.testing.assert_array_equal(np.asarray(straight)[i, : len(row)], np.asarray(mixed)[i, : len(row)])
+
+
+def test_pages_may_lie_anywhere():
+    """The same numbers from pages that the allocator handed out in a scattered order."""
+    model, rows = tiny_model(), prompts()
+    straight, _, _ = model.forward(model.make_batch(rows), model.init_cache(4, 512), logits="all")
+    cache = init_cache(model.config.text_config, num_slots=4, max_tokens=512, num_pages=8)
+    pages = PageAllocator(8, cache.layout.page_tokens)
+    for slot in (2, 0, 3, 1):
+        cache = pages.reserve(cache, slot, 512)
+    assert sorted(np.asarray(cache.page_table).reshape(-1)) == list(range(8))
+    scattered, _, _ = model.forward(model.make_batch(rows), cache, logits="all")
+    for i, row in enumerate(rows):
+        np.testing.assert_array_equal(np.asarray(straight)[i, : len(row)], np.asarray(scattered)[i, : len(row)])
+
+
+def test_last_logits_are_those_of_the_last_real_token():
+    model, rows = tiny_model(), prompts()
+    every, _, _ = model.forward(model.make_batch(rows), model.init_cache(4, 512), logits="all")
+    last, _, _ = model.forward(model.make_batch(rows), model.init_cache(4, 512), logits="last")
+    for i, row in enumerate(rows):
+        np.testing.assert_array_equal(np.asarray(last)[i, 0], np.asarray(every)[i, len(row) - 1])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "history", "slots", "message"),
+    [
+        ([], None, None, "no sequences"),
+        ([[1], []], None, None, "row 1: no new tokens"),
+        ([[1, 512]], None, None, r"row 0: token 1 is 512, expected an id in \[0, 512\)"),
+        ([[1], [2, -1]], None, None, "row 1: token 1 is -1"),
+        ([[1]], [[3, 900]], None, "row 0: history token 1 is 900"),
+        ([[1], [2]], [[1]], None, "2 rows of tokens, 1 of history"),
+        ([[1], [2]], None, [0, 0], "slot of its own"),
+    ],
+)
+def test_bad_batches_are_refused(tokens, history, slots, message):
+    with pytest.raises(DSV41Error, match=message):
+        tiny_model().make_batch(tokens, history, slots=slots)
+
+
+def test_a_step_beyond_the_cache_is_refused():
+    model = tiny_model()
+    cache = model.init_cache(1, 256)
+    with pytest.raises(DSV41Error, match="3 tokens at position 254 exceed the cache's 256"):
+        model.forward(model.make_batch([[1, 2, 3]], [[4] * 254]), cache)
+    with pytest.raises(DSV41Error, match="not all in"):
+        model.forward(model.make_batch([[1]], slots=[1]), cache)
+    with pytest.raises(DSV41Error, match="exceeds max_position_embeddings=4096"):
+        model.init_cache(1, 4097)
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 700)), max_size=30), st.randoms(use_true_random=False))
+def test_allocator_never_hands_a_page_out_twice(requests, random):
+    config = tiny_model().config.text_config
+    cache = _allocator_cache(config)
+    pages = PageAllocator(6, cache.layout.page_tokens)
+    for slot, tokens in requests:
+        if random.random() < 0.3:
+            cache = pages.release(cache, slot)
+        missing = -(-tokens // 256) - len(pages.pages_of(slot))
+        if missing > pages.num_free:
+            with pytest.raises(DSV41Error, match="more cache pages"):
+                pages.reserve(cache, slot, tokens)
+        else:
+            cache = pages.reserve(cache, slot, tokens)
+        owned = [p for s in range(4) for p in pages.pages_of(s)]
+        assert len(owned) == len(set(owned))
+        assert len(owned) + pages.num_free == 6
+        for s in range(4):
+            row = np.asarray(cache.page_table)[s]
+            assert tuple(row[row >= 0]) == pages.pages_of(s)
+    for slot in range(4):
+        cache = pages.release(cache, slot)
+    assert pages.num_free == 6
+    assert (np.asarray(cache.page_table) == -1).all()
+
+
+def _allocator_cache(config):
+    return init_cache(config, num_slots=4, max_tokens=768, num_pages=6)
