@@ -1,8 +1,8 @@
 """Bits of a row that do not depend on how many rows are computed beside it.
 
 Decoding one token, verifying six and one long pass must agree, so the plain-jnp references fix the order of summation
-where a compiler would choose another one by size. On CPU that takes two measures: products never have a single row, and
-steps are compiled with `compiler_options`.
+where a CPU would choose another one by size and by its number of threads: products run on a fixed number of rows at a
+time, and whole steps are compiled with `compiler_options`.
 """
 
 import functools
@@ -10,19 +10,29 @@ import functools
 import jax
 import jax.numpy as jnp
 
+# Rows of one product on CPU. Its library splits the inner dimension, and so the order of summation, by the shape.
+_ROWS = 16
+
 
 def contract(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [..., in] times weight [out, in] transposed, both bfloat16 or both float32 -> float32 [..., out].
-
-    A single row is computed as two: backends switch to a matrix-vector routine with another summation order there.
-    """
+    """x [..., in] times weight [out, in] transposed, both bfloat16 or both float32 -> float32 [..., out]."""
     rows = x.reshape(-1, x.shape[-1])
-    single = rows.shape[0] == 1
-    rows = jnp.concatenate([rows, rows]) if single else rows
-    y = jax.lax.dot_general(
+    y = jax.lax.platform_dependent(rows, weight, cpu=_contract_by_tiles, default=_product)
+    return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _product(rows: jax.Array, weight: jax.Array) -> jax.Array:
+    return jax.lax.dot_general(
         rows, weight, (((1,), (1,)), ((), ())), precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
-    return (y[:1] if single else y).reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _contract_by_tiles(rows: jax.Array, weight: jax.Array) -> jax.Array:
+    count = rows.shape[0]
+    tiles = jnp.pad(rows, ((0, -count % _ROWS), (0, 0))).reshape(-1, _ROWS, rows.shape[1])
+    if tiles.shape[0] == 1:
+        return _product(tiles[0], weight)[:count]
+    return jax.lax.map(lambda tile: _product(tile, weight), tiles).reshape(-1, weight.shape[0])[:count]
 
 
 @functools.cache

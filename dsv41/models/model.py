@@ -106,9 +106,7 @@ class Model:
           row.
         """
         rows = [np.asarray(r, np.int64).reshape(-1) for r in tokens]
-        past = (
-            [np.asarray(h, np.int64).reshape(-1) for h in history] if history is not None else [rows[0][:0]] * len(rows)
-        )
+        past = [np.asarray(h, np.int64).reshape(-1) for h in ([()] * len(rows) if history is None else history)]
         slots = list(range(len(rows))) if slots is None else list(slots)
         self._check_batch(rows, past, slots)
         lengths = [len(r) for r in rows]

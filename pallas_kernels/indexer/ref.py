@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.fixed_order import contract
 from pallas_kernels.rounding import round_bf16
 
 
@@ -17,8 +18,11 @@ def index_scores(q: jax.Array, weights: jax.Array, keys: jax.Array) -> jax.Array
     Returns:
       float32 [B, T, S] holding bfloat16 values; never -0, so that equal scores compare equal.
     """
-    equation = "btnc,bsc->btns" if keys.ndim == 3 else "btnc,btsc->btns"
-    dots = jnp.einsum(equation, q, keys, preferred_element_type=jnp.float32)
+    b, t, n, c = q.shape
+    if keys.ndim == 3:
+        dots = jax.vmap(contract)(q.reshape(b, t * n, c), keys).reshape(b, t, n, -1)
+    else:
+        dots = jnp.einsum("btnc,btsc->btns", q, keys, preferred_element_type=jnp.float32)
     weighted = round_bf16(jax.nn.relu(round_bf16(dots)) * weights.astype(jnp.float32)[..., None])
     return round_bf16(weighted.sum(axis=-2)) + 0.0
 
