@@ -53,8 +53,21 @@ def e8m0_reciprocal_to_f32(e: jax.Array) -> jax.Array:
 
 
 def f32_to_e4m3(x: jax.Array) -> jax.Array:
-    """float32 -> `float8_e4m3fn`, to nearest even, saturating at +-448; NaN stays NaN."""
-    return jnp.clip(x, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
+    """float32 -> `float8_e4m3fn`, to nearest even, saturating at +-448; NaN stays NaN.
+
+    Rounded with integers on the bits: a cast that is cast back in the same program may be dropped as excess precision.
+    """
+    bits = _bits(x)
+    sign = (bits >> 24) & 0x80
+    magnitude = jnp.abs(x.astype(jnp.float32))
+    # Normal numbers from 2^-6 up keep 3 mantissa bits; a carry moves into the exponent, whose bias drops from 127 to 7.
+    low = bits & 0x7FFFFFFF
+    normal = ((low + 0x7FFFF + ((low >> 20) & 1)) >> 20) - jnp.uint32(120 << 3)
+    subnormal = jnp.round(magnitude * 2.0**9).astype(jnp.uint32)
+    code = jnp.where(magnitude < 2.0**-6, subnormal, normal)
+    code = jnp.where(magnitude >= E4M3_MAX, jnp.uint32(0x7E), code)
+    code = jnp.where(jnp.isnan(x), jnp.uint32(0x7F), code)
+    return byte_to_e4m3((sign | code).astype(jnp.uint8))
 
 
 def e4m3_to_f32(code: jax.Array) -> jax.Array:
