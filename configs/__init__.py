@@ -1,0 +1,1 @@
+"""Config values in the released layout. A package, so that `importlib.resources` finds them when installed."""
