@@ -14,8 +14,8 @@ PROMPT ?= The quick brown fox
 
 PY := $(VENV)/bin/python
 PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check
-# More than four workers mostly compile the same functions again.
-PYTEST := JAX_PLATFORMS=cpu $(PY) -m pytest -n $(WORKERS) --maxprocesses=4
+# More than four workers mostly compile the same functions again, and so do two that share a file's tests.
+PYTEST := JAX_PLATFORMS=cpu $(PY) -m pytest -n $(WORKERS) --maxprocesses=4 --dist loadfile
 
 # The interpreter's version is part of the stamp's name: another PYTHON means another environment.
 PYTHON_TAG := $(shell $(PYTHON) -c 'import sys; print("%s-%d.%d.%d" % ((sys.implementation.name,) + sys.version_info[:3]))' 2>/dev/null)

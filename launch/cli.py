@@ -81,3 +81,12 @@ def run(main: Callable[[], None], values: flags.FlagValues, argv: Sequence[str] 
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     return 0
+
+
+def overrides(settings: list[str]) -> dict[str, str]:
+    """The `key=value` strings of --set as a dict."""
+    pairs = [setting.partition("=") for setting in settings]
+    for key, equals, value in pairs:
+        if not equals:
+            raise DSV41Error(f"--set: expected key=value, got {key + value!r}")
+    return {key: value for key, _, value in pairs}

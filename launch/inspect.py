@@ -28,7 +28,7 @@ from dsv41.checkpoint import (
     totals_by_subsystem,
 )
 from dsv41.config import DSV41Error, LayerSpec, ModelConfig, TextConfig, layer_schedule, load_config, with_overrides
-from launch.cli import new_flags, run
+from launch.cli import new_flags, overrides, run
 
 FLAGS = new_flags()
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Directory in the released layout.", flag_values=FLAGS)
@@ -77,14 +77,6 @@ def describe(config: ModelConfig, inventory: dict[str, TensorSpec]) -> dict[str,
         "cache": _cache_bytes(config.text_config),
         "layers": [_layer_row(layer) for layer in layer_schedule(config.text_config).layers],
     }
-
-
-def _overrides(settings: list[str]) -> dict[str, str]:
-    pairs = [setting.partition("=") for setting in settings]
-    for key, equals, value in pairs:
-        if not equals:
-            raise DSV41Error(f"--set: expected key=value, got {key + value!r}")
-    return {key: value for key, _, value in pairs}
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -155,7 +147,7 @@ def main() -> None:
     if (_CHECKPOINT.value is None) == (_CONFIG.value is None):
         raise DSV41Error("give either --checkpoint=DIR or --config=FILE")
     path = _CONFIG.value if _CHECKPOINT.value is None else _CHECKPOINT.value
-    config = with_overrides(load_config(path), _overrides(_SET.value))
+    config = with_overrides(load_config(path), overrides(_SET.value))
     inventory = tensor_inventory(config)
     report = {"config": path, **describe(config, inventory), "checkpoint": None}
     if _CHECKPOINT.value is not None:

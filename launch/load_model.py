@@ -1,5 +1,6 @@
 """The flags that say which model a script runs, and loading it."""
 
+import os
 import pathlib
 import sys
 import time
@@ -15,15 +16,7 @@ from dsv41.checkpoint.token_map import load_tokenizer
 from dsv41.config import DSV41Error, ModelConfig, load_config, with_overrides
 from dsv41.data import TINY_MODEL
 from dsv41.models import Model
-
-
-def overrides(settings: list[str]) -> dict[str, str]:
-    """`key=value` strings as a dict."""
-    pairs = [setting.partition("=") for setting in settings]
-    for key, equals, value in pairs:
-        if not equals:
-            raise DSV41Error(f"--set: expected key=value, got {key + value!r}")
-    return {key: value for key, _, value in pairs}
+from launch.cli import overrides
 
 
 class ModelFlags:
@@ -70,6 +63,12 @@ class ModelFlags:
     def load(self) -> tuple[Model, float]:
         """The model, and the seconds that loading took."""
         started = time.perf_counter()
+        try:
+            jax.devices()
+        except (RuntimeError, AssertionError) as e:  # some releases of JAX assert that a backend started
+            platforms = os.environ.get("JAX_PLATFORMS", "")
+            reason = str(e) or "none started"
+            raise DSV41Error(f"no device that JAX can use (JAX_PLATFORMS={platforms!r}): {reason}") from e
         self._use_compile_cache()
         with progress_bar(self._values.verbose, in_bytes=True) as bar:
             task = bar.add_task("loading", total=None)

@@ -1,7 +1,8 @@
 """Byte layout of the packed caches: pages of main KV and index keys, rings of window KV.
 
 Everything is stored in 512-byte rows, uint8 arrays whose last two dimensions are [4, 128]: the form that TPU compilers
-keep unpadded and append to in place, and that is plain linear memory on GPU. A page holds 128 entries.
+keep unpadded, and that is plain linear memory on GPU. A page holds 128 entries. The reads and writes here are the plain
+ones for CPU and GPU, where reshaping a pool is free; a TPU would relay it out, and needs kernels on whole rows instead.
 
 | array | shape | an entry |
 |---|---|---|

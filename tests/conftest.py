@@ -32,6 +32,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 if os.environ["JAX_PLATFORMS"] == "cpu":
     # Eight devices for the sharding tests; measured to cost the others nothing. Not in the environment: a script that a
@@ -52,3 +53,10 @@ def pytest_sessionstart(session):
     with contextlib.suppress(FileNotFoundError):  # another session may be clearing it
         if sum(f.stat().st_size for f in CACHE.rglob("*")) > CACHE_LIMIT_BYTES:
             shutil.rmtree(CACHE, ignore_errors=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _free_compiled_programs():
+    """Drops a module's programs at its end: one of a whole model takes hundreds of MB. The disk cache keeps them."""
+    yield
+    jax.clear_caches()

@@ -19,8 +19,8 @@ class KVCache:
     """Everything a model remembers of its sequences, addressed by absolute position.
 
     There is no length in here: a step says where its tokens start, and whatever lies at or beyond that position is
-    invisible and will be overwritten. Rolling back rejected tokens is therefore only a smaller `start` in the next
-    step.
+    invisible and will be overwritten. Rolling back up to `draft_tokens` rejected tokens is therefore only a smaller
+    `start` in the next step; without `draft_tokens` a ring is as long as the window, and nothing may be rolled back.
     """
 
     main: tuple[jax.Array, ...]  # per KV source: uint8 [pages, rows, 4, 128] main KV

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import os
 import pathlib
+from collections.abc import Iterable
 
 import jax
 
@@ -13,6 +16,7 @@ from dsv41.checkpoint.token_map import check_token_map, check_vocabulary, engram
 from dsv41.config import DSV41Error, ModelConfig, load_config, with_overrides
 from dsv41.engram_store import EngramStore, EngramTable
 from dsv41.models import Model, abstract_params
+from dsv41.ops.engram_hash import engram_hash_spec
 
 Path = tuple[str | int, ...]
 
@@ -37,7 +41,19 @@ def engram_store(reader: CheckpointReader, config: ModelConfig) -> EngramStore |
         stem = f"layers.{layer}.engram.embed"
         scales = reader.read(f"{stem}.scale") if config.quantization_config is not None else None
         tables.append(EngramTable(layer=layer, values=reader.read(f"{stem}.weight"), scales=scales))
-    return EngramStore(tables)
+    # Rows of a mapped file are page faults: several threads wait for the disk at once.
+    return EngramStore(tables, readers=min(32, 4 * (os.cpu_count() or 1)))
+
+
+def _check_memory(path: pathlib.Path, structs: Iterable[jax.ShapeDtypeStruct]) -> None:
+    """Refuses a model that the default device cannot hold, where the backend says how much it has."""
+    device = jax.local_devices()[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    need = sum(math.prod(s.shape) * s.dtype.itemsize for s in structs)
+    if limit is not None and need > limit:
+        raise DSV41Error(
+            f"{path}: the parameters take {need / 2**30:.1f} GiB, {device.device_kind} has {limit / 2**30:.1f} GiB"
+        )
 
 
 def load(
@@ -46,8 +62,8 @@ def load(
     """Reads the text model (backbone and Engram) of a directory in the released layout.
 
     Everything that can be wrong with the directory is checked before the first tensor is read: config, tensor names,
-    shapes and dtypes of all parts, tokenizer and token map. Weights keep their stored formats; Engram tables stay on
-    the mapped files.
+    shapes and dtypes, tokenizer and token map, sizes of the Engram tables, and whether the device can hold it. Weights
+    keep their stored formats; Engram tables stay on the mapped files.
 
     Args:
       path: directory with config.json, *.safetensors (with or without index) and tokenizer.json.
@@ -62,13 +78,14 @@ def load(
     reader = open_checkpoint(path)
     check_inventory(reader, tensor_inventory(config), ("backbone", "engram"))
     tokenizer, token_map = _tokenizer(path, config)
+    if token_map is not None:
+        engram_hash_spec(config.text_config, int(token_map[config.text_config.engram_pad_token_id]))
     abstract = abstract_params(config)
     flat = _flatten(abstract)
+    _check_memory(path, flat.values())
     names = {parameter_name(p): p for p in flat}
     arrays = load_parameters(reader, {n: flat[p] for n, p in names.items()}, progress=progress)
-    leaves, treedef = jax.tree.flatten(abstract)
-    del leaves
-    params = jax.tree.unflatten(treedef, [arrays[parameter_name(p)] for p in flat])
+    params = jax.tree.unflatten(jax.tree.structure(abstract), [arrays[parameter_name(p)] for p in flat])
     return Model(
         config=config, params=params, token_map=token_map, engram=engram_store(reader, config), tokenizer=tokenizer
     )

@@ -190,6 +190,9 @@ def _check_text_sizes(c: TextConfig) -> None:
         f"at most n_routed_experts={c.n_routed_experts}",
         c.num_experts_per_tok,
     )
+    for field in ("head_dim", "index_head_dim"):  # the packed cache stores whole rows (dsv41.cache)
+        value = getattr(c, field)
+        _require(value & (value - 1) == 0, f"{p}.{field}", "a power of two", value)
     _require(128 % c.candidate_block_size == 0, f"{p}.candidate_block_size", "a divisor of 128", c.candidate_block_size)
 
 

@@ -131,7 +131,8 @@ def forward(
       capture: names out of `CAPTURES`.
 
     Returns:
-      logits float32 [B, 1, V] or [B, T, V] (rows of padding tokens are meaningless), cache, aux.
+      logits float32 [B, 1, V] or [B, T, V] (rows of padding tokens are meaningless), cache, aux. A sequence that lacks
+      assigned pages gets NaN, never a plausible answer from half its context.
     """
     if logits not in ("last", "all"):
         raise ValueError(f"logits: expected 'last' or 'all', got {logits!r}")
@@ -154,4 +155,12 @@ def forward(
         streams = jnp.take_along_axis(streams, last[..., None, None], axis=1)
         pre = jnp.take_along_axis(pre, last[..., None], axis=1)
     with jax.named_scope("head"):
-        return model.finish(streams, pre), cache, aux
+        out = model.finish(streams, pre)
+    return jnp.where(_has_pages(batch, cache)[:, None, None], out, jnp.nan), cache, aux
+
+
+def _has_pages(batch: ForwardBatch, cache: KVCache) -> jax.Array:
+    """bool [B]: whether pages are assigned for every token up to the row's last new one."""
+    table = cache.page_table[batch.slot]
+    needed = jnp.arange(table.shape[1]) * cache.layout.page_tokens < (batch.start + batch.num_new)[:, None]
+    return (~needed | (table >= 0)).all(axis=1)

@@ -95,20 +95,21 @@ class Model:
 
         Args:
           tokens: new token ids of each sequence; lengths may differ.
-          history: all token ids of each sequence that are in the cache already; their number is where the new tokens
-            start.
-            None: the sequences start here.
+          history: token ids of each sequence that are in the cache already; their number is where the new tokens start,
+            and the last few enter the Engram hashes. None: the sequences start here.
           slots: cache slot of each sequence; None: 0, 1, ...
           padded: round batch and length up to `batch_bucket` and `token_bucket`, so that few shapes are met.
 
         Raises:
-          DSV41Error: an empty batch or row, an id outside the vocabulary, or a slot used twice; the message names the
-          row.
+          DSV41Error: an empty batch or row, an id outside the vocabulary, or a slot used twice; the message names it.
         """
         rows = [np.asarray(r, np.int64).reshape(-1) for r in tokens]
-        past = [np.asarray(h, np.int64).reshape(-1) for h in ([()] * len(rows) if history is None else history)]
+        past = [()] * len(rows) if history is None else list(history)
         slots = list(range(len(rows))) if slots is None else list(slots)
-        self._check_batch(rows, past, slots)
+        # Only the end of the history is looked at: a step's host work must not grow with the context.
+        look_back = self.config.text_config.engram_max_ngram_size - 1
+        tails = [np.asarray(h[max(len(h) - look_back, 0) :], np.int64).reshape(-1) for h in past]
+        self._check_batch(rows, [len(h) for h in past], tails, slots)
         lengths = [len(r) for r in rows]
         b, t = (batch_bucket(len(rows)), token_bucket(max(lengths))) if padded else (len(rows), max(lengths))
         pad = self.config.pad_token_id
@@ -121,7 +122,7 @@ class Model:
         def column(values: list[int]) -> np.ndarray:
             return np.array(values + [0] * (b - len(values)), np.int32)
 
-        values, scales = self._engram_rows(ids, past)
+        values, scales = self._engram_rows(ids, tails)
         return ForwardBatch(
             tokens=ids,
             num_new=column(lengths),
@@ -132,7 +133,7 @@ class Model:
             engram_scales=scales,
         )
 
-    def _check_batch(self, rows: list[np.ndarray], past: list[np.ndarray], slots: list[int]) -> None:
+    def _check_batch(self, rows: list[np.ndarray], past: list[int], tails: list[np.ndarray], slots: list[int]) -> None:
         if not rows:
             raise DSV41Error("batch: no sequences")
         if len(past) != len(rows) or len(slots) != len(rows):
@@ -142,21 +143,21 @@ class Model:
         if len(set(slots)) != len(slots):
             raise DSV41Error(f"batch: each sequence needs a cache slot of its own, got {slots}")
         vocab = self.config.text_config.vocab_size
-        for i, (r, h) in enumerate(zip(rows, past, strict=True)):
-            if not len(r):
+        for i, (row, length, tail) in enumerate(zip(rows, past, tails, strict=True)):
+            if not len(row):
                 raise DSV41Error(f"batch row {i}: no new tokens")
-            for kind, ids in (("token", r), ("history token", h)):
+            for kind, ids, first in (("token", row, 0), ("history token", tail, length - len(tail))):
                 bad = np.flatnonzero((ids < 0) | (ids >= vocab))
                 if len(bad):
-                    raise DSV41Error(f"batch row {i}: {kind} {bad[0]} is {ids[bad[0]]}, expected an id in [0, {vocab})")
+                    where = f"batch row {i}: {kind} {first + bad[0]}"
+                    raise DSV41Error(f"{where} is {ids[bad[0]]}, expected an id in [0, {vocab})")
 
-    def _engram_rows(self, ids: np.ndarray, past: list[np.ndarray]) -> tuple[np.ndarray | None, np.ndarray | None]:
+    def _engram_rows(self, ids: np.ndarray, tails: list[np.ndarray]) -> tuple[np.ndarray | None, np.ndarray | None]:
         if self.engram is None:
             return None, None
         window = self.config.text_config.engram_max_ngram_size - 1
         history = np.full((ids.shape[0], window), -1, np.int64)
-        for i, h in enumerate(past):
-            tail = h[len(h) - min(len(h), window) :]
+        for i, tail in enumerate(tails):
             history[i, window - len(tail) :] = tail
         rows = row_ids(self._hash_spec, self.token_map, ids, history, self.config.image_token_id)
         return self.engram.lookup(rows)

@@ -13,6 +13,11 @@ from tests.models_for_tests import tiny_model
 LENGTHS = (1, 7, 8, 33)
 
 
+def empty_cache(slots: int):
+    """The shape that test_chunks uses too, so that programs are shared through the disk cache."""
+    return tiny_model().init_cache(slots, 512, draft_tokens=5)
+
+
 def prompts() -> list[np.ndarray]:
     rng = np.random.default_rng(7)
     return [rng.integers(3, 500, n) for n in LENGTHS]
@@ -28,7 +33,7 @@ def entries(cache, slot: int, length: int) -> list[np.ndarray]:
         out += layout.index.gather_blocks(cache.index[source], page, entry, 1)
     for ring in cache.window:
         values, scales = layout.window.read(ring, np.array(slot))
-        last = np.arange(max(0, length - layout.window.length), length) % layout.window.length
+        last = np.arange(max(0, length - 16), length) % layout.window.length
         out += [values[last], scales[last]]
     return [np.asarray(x) for x in out]
 
@@ -36,15 +41,12 @@ def entries(cache, slot: int, length: int) -> list[np.ndarray]:
 def test_a_batch_equals_separate_runs():
     """Lengths 1, 7, 8, 33 (cases A10, A11): logits and stored bytes of each are those of its solo run."""
     model, rows = tiny_model(), prompts()
-    logits, cache, _ = model.forward(model.make_batch(rows), model.init_cache(4, 512), logits="all")
+    logits, cache, _ = model.forward(model.make_batch(rows), empty_cache(4), logits="all")
     for i, row in enumerate(rows):
-        solo = [row] + [row[:1]] * 3  # the other rows differ, and so does the place in the batch
-        place = (i + 1) % 4
-        solo = solo[-place:] + solo[:-place] if place else solo
-        slots = list(range(4))
-        alone, own, _ = model.forward(model.make_batch(solo, slots=slots), model.init_cache(4, 512), logits="all")
-        np.testing.assert_array_equal(np.asarray(logits)[i, : len(row)], np.asarray(alone)[place, : len(row)])
-        for a, b in zip(entries(cache, i, len(row)), entries(own, place, len(row))):
+        # Another batch size, another length bucket and another place in the batch, beside one token of its own.
+        alone, own, _ = model.forward(model.make_batch([row[:1], row]), empty_cache(2), logits="all")
+        np.testing.assert_array_equal(np.asarray(logits)[i, : len(row)], np.asarray(alone)[1, : len(row)])
+        for a, b in zip(entries(cache, i, len(row)), entries(own, 1, len(row))):
             np.testing.assert_array_equal(a, b)
 
 
@@ -52,7 +54,7 @@ def test_case_a11_incomplete_groups():
     """5 tokens at ratio 2 give 2 entries, the third only after token 6; ratio 1 gives 5."""
     model = tiny_model()
     ids = np.tile(np.arange(10, 16), (2, 1))
-    _, five, _ = model.forward(model.make_batch(ids[:, :5]), model.init_cache(2, 512, draft_tokens=5), logits="all")
+    _, five, _ = model.forward(model.make_batch(ids[:, :5]), empty_cache(2), logits="all")
 
     def written(cache, source):
         layout = cache.layout
@@ -67,7 +69,7 @@ def test_case_a11_incomplete_groups():
 def test_case_a10_neighbouring_lengths():
     """Lengths 7 and 8 at ratio 2 have 3 and 4 entries, each equal to its solo run (bytes compared above)."""
     model, rows = tiny_model(), prompts()
-    cache = model.init_cache(4, 512)
+    cache = empty_cache(4)
     _, cache, _ = model.forward(model.make_batch(rows), cache, logits="all")
     layout = cache.layout
     for slot, count in ((1, 3), (2, 4)):
@@ -79,9 +81,7 @@ def test_case_a10_neighbouring_lengths():
 def test_rows_of_padding_write_nowhere():
     """A batch of 3 is padded to 4: the pages and rings of other slots keep every byte."""
     model, rows = tiny_model(), prompts()[:3]
-    marked = jax.tree.map(
-        lambda x: jax.numpy.full_like(x, 0x5A) if x.dtype == np.uint8 else x, model.init_cache(4, 512)
-    )
+    marked = jax.tree.map(lambda x: jax.numpy.full_like(x, 0x5A) if x.dtype == np.uint8 else x, empty_cache(4))
     before = [np.asarray(x) for x in (*marked.main, *marked.index, *marked.window)]
     batch = model.make_batch(rows, slots=[3, 1, 2])
     assert batch.tokens.shape[0] == 4
@@ -95,8 +95,8 @@ def test_rows_of_padding_write_nowhere():
 
 def test_slots_may_be_used_in_any_order():
     model, rows = tiny_model(), prompts()
-    straight, _, _ = model.forward(model.make_batch(rows), model.init_cache(4, 512), logits="all")
-    mixed, _, _ = model.forward(model.make_batch(rows, slots=[2, 0, 3, 1]), model.init_cache(4, 512), logits="all")
+    straight, _, _ = model.forward(model.make_batch(rows), empty_cache(4), logits="all")
+    mixed, _, _ = model.forward(model.make_batch(rows, slots=[2, 0, 3, 1]), empty_cache(4), logits="all")
     for i, row in enumerate(rows):
         np.testing.assert_array_equal(np.asarray(straight)[i, : len(row)], np.asarray(mixed)[i, : len(row)])
 
@@ -104,8 +104,8 @@ def test_slots_may_be_used_in_any_order():
 def test_pages_may_lie_anywhere():
     """The same numbers from pages that the allocator handed out in a scattered order."""
     model, rows = tiny_model(), prompts()
-    straight, _, _ = model.forward(model.make_batch(rows), model.init_cache(4, 512), logits="all")
-    cache = init_cache(model.config.text_config, num_slots=4, max_tokens=512, num_pages=8)
+    straight, _, _ = model.forward(model.make_batch(rows), empty_cache(4), logits="all")
+    cache = init_cache(model.config.text_config, num_slots=4, max_tokens=512, num_pages=8, draft_tokens=5)
     pages = PageAllocator(8, cache.layout.page_tokens)
     for slot in (2, 0, 3, 1):
         cache = pages.reserve(cache, slot, 512)
@@ -115,10 +115,22 @@ def test_pages_may_lie_anywhere():
         np.testing.assert_array_equal(np.asarray(straight)[i, : len(row)], np.asarray(scattered)[i, : len(row)])
 
 
+def test_a_sequence_without_pages_gets_nan():
+    """Slot 1 was never given a page: its logits are NaN, its neighbours' are not."""
+    model, rows = tiny_model(), prompts()
+    cache = init_cache(model.config.text_config, num_slots=4, max_tokens=512, num_pages=8, draft_tokens=5)
+    pages = PageAllocator(8, cache.layout.page_tokens)
+    for slot in (0, 2, 3):
+        cache = pages.reserve(cache, slot, 512)
+    logits = np.asarray(model.forward(model.make_batch(rows), cache, logits="all")[0])
+    assert np.isnan(logits[1]).all()
+    assert np.isfinite(logits[[0, 2, 3]]).all()
+
+
 def test_last_logits_are_those_of_the_last_real_token():
     model, rows = tiny_model(), prompts()
-    every, _, _ = model.forward(model.make_batch(rows), model.init_cache(4, 512), logits="all")
-    last, _, _ = model.forward(model.make_batch(rows), model.init_cache(4, 512), logits="last")
+    every, _, _ = model.forward(model.make_batch(rows), empty_cache(4), logits="all")
+    last, _, _ = model.forward(model.make_batch(rows), empty_cache(4), logits="last")
     for i, row in enumerate(rows):
         np.testing.assert_array_equal(np.asarray(last)[i, 0], np.asarray(every)[i, len(row) - 1])
 
