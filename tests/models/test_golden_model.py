@@ -156,7 +156,7 @@ def test_drafter_taps():
 
 
 def test_one_sequence_of_the_bf16_model(bf16_model):
-    """Row 1 alone: sublayer outputs of layers where the golden set has them."""
+    """Sublayer outputs of row 1, which the golden set ran alone; drift of the forced run, as for the streams."""
     g = expected("tiny_bf16")
     run = _run(bf16_model, "tiny_bf16", True)
     for n in (0, 6, 11):
