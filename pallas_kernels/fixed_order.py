@@ -6,6 +6,8 @@ time, and whole steps are compiled with `compiler_options`.
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +35,18 @@ def _contract_by_tiles(rows: jax.Array, weight: jax.Array) -> jax.Array:
     if tiles.shape[0] == 1:
         return _product(tiles[0], weight)[:count]
     return jax.lax.map(lambda tile: _product(tile, weight), tiles).reshape(-1, weight.shape[0])[:count]
+
+
+def with_fixed_rows(fn: Callable[[jax.Array], Any], x: jax.Array) -> Any:
+    """`fn(x)` for a function of independent rows x [rows, ...], computed on a multiple of 16 rows.
+
+    Exponentials of a few values take a scalar path whose last bit differs from the vector one. The barriers keep the
+    compiler from computing only the rows that are used.
+    """
+    rows = x.shape[0]
+    padded = jnp.pad(x, ((0, -rows % _ROWS),) + ((0, 0),) * (x.ndim - 1))
+    out = jax.lax.optimization_barrier(fn(jax.lax.optimization_barrier(padded)))
+    return jax.tree.map(lambda y: y[:rows], out)
 
 
 @functools.cache

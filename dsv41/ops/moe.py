@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv41.ops.linear import QuantizedArray, WeightFormat, fake_quantize_fp8
-from pallas_kernels.fixed_order import contract
+from pallas_kernels.fixed_order import contract, with_fixed_rows
 from pallas_kernels.rounding import round_bf16, round_to_bf16
 
 
@@ -33,7 +33,7 @@ def route(
     Returns:
       experts int32 [T, top_k] in ascending order, weights float32 [T, top_k].
     """
-    score = jnp.sqrt(jax.nn.softplus(contract(x, gate)))
+    score = with_fixed_rows(lambda rows: jnp.sqrt(jax.nn.softplus(contract(rows, gate))), x)
     biased = score + jnp.where(image_mask[:, None], bias_vl, bias)
     chosen = jax.lax.top_k(biased, top_k)[1] if forced is None else forced
     # Ascending, so that the sum over a token's experts has one order however they were found.

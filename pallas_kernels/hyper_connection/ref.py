@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.fixed_order import contract
+from pallas_kernels.fixed_order import contract, with_fixed_rows
 from pallas_kernels.rounding import round_to_bf16
 
 
@@ -49,11 +49,14 @@ def mix_coefficients(
     Returns:
       pre, post, comb as in `split_mix`.
     """
-    r = streams.shape[-2]
-    flat = streams.astype(jnp.float32).reshape(*streams.shape[:-2], -1)
-    inverse_rms = jax.lax.rsqrt(jnp.mean(flat * flat, axis=-1, keepdims=True) + norm_eps)
-    mix = contract(flat, fn) * inverse_rms
-    return split_mix(mix, scale, base, num_streams=r, iters=iters, eps=hc_eps)
+    lead, r = streams.shape[:-2], streams.shape[-2]
+
+    def coefficients(flat: jax.Array):
+        inverse_rms = jax.lax.rsqrt(jnp.mean(flat * flat, axis=-1, keepdims=True) + norm_eps)
+        return split_mix(contract(flat, fn) * inverse_rms, scale, base, num_streams=r, iters=iters, eps=hc_eps)
+
+    flat = streams.astype(jnp.float32).reshape(-1, r * streams.shape[-1])
+    return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), with_fixed_rows(coefficients, flat))
 
 
 def collapse(streams: jax.Array, pre: jax.Array) -> jax.Array:
