@@ -38,15 +38,19 @@ def _contract_by_tiles(rows: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def with_fixed_rows(fn: Callable[[jax.Array], Any], x: jax.Array) -> Any:
-    """`fn(x)` for a function of independent rows x [rows, ...], computed on a multiple of 16 rows.
+    """`fn(x)` for a function of independent rows x [rows, ...], computed on a multiple of 16 rows on CPU.
 
-    Exponentials of a few values take a scalar path whose last bit differs from the vector one. The barriers keep the
-    compiler from computing only the rows that are used.
+    There, exponentials of a few values take a scalar path whose last bit differs from the vector one. The barriers keep
+    the compiler from computing only the rows that are used.
     """
-    rows = x.shape[0]
-    padded = jnp.pad(x, ((0, -rows % _ROWS),) + ((0, 0),) * (x.ndim - 1))
-    out = jax.lax.optimization_barrier(fn(jax.lax.optimization_barrier(padded)))
-    return jax.tree.map(lambda y: y[:rows], out)
+
+    def padded(x: jax.Array) -> Any:
+        rows = x.shape[0]
+        x = jnp.pad(x, ((0, -rows % _ROWS),) + ((0, 0),) * (x.ndim - 1))
+        out = jax.lax.optimization_barrier(fn(jax.lax.optimization_barrier(x)))
+        return jax.tree.map(lambda y: y[:rows], out)
+
+    return jax.lax.platform_dependent(x, cpu=padded, default=fn)
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.rounding import round_bf16, round_to_bf16
+from pallas_kernels.rounding import round_to_bf16
 
 BLOCK = 64
 # Below any real logit, finite so that a block without valid entries leaves no NaN in the running maximum.
@@ -57,4 +57,4 @@ def attend(q: jax.Array, kv: jax.Array, valid: jax.Array, sink: jax.Array, scale
     )
     some = valid.any(axis=(-3, -1)).reshape(*lead, 1, 1)
     denominator = denominator + jnp.exp(sink[:, None] - jnp.where(some, maximum, sink[:, None]))
-    return round_to_bf16(jnp.where(some, round_bf16(acc / denominator), 0.0))
+    return round_to_bf16(jnp.where(some, acc / denominator, 0.0))

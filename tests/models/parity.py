@@ -21,7 +21,6 @@ class Run:
 
     prefill_logits: np.ndarray  # float32 [2, 53, V]
     prefill_aux: dict[str, np.ndarray]  # cut to the prompt
-    cache: object  # after the prompt
     decode_logits: np.ndarray  # float32 [14, 2, V]
     decode_aux: list[dict[str, np.ndarray]]  # one a step
 
@@ -48,14 +47,6 @@ def run_golden(model: Model, golden: Golden, *, forced: bool) -> Run:
     choices = forced_choices(golden, "prefill", model) if forced else None
     batch = model.make_batch(ids[:, :PROMPT])
     logits, cache, aux = model.forward(batch, cache, logits="all", capture=CAPTURES, forced=choices)
-    after_prompt = {
-        "main": [np.asarray(x) for x in cache.main],
-        "index": [np.asarray(x) for x in cache.index],
-        "window": [np.asarray(x) for x in cache.window],
-        "pending": [None if x is None else np.asarray(x) for x in cache.pending],
-        "layout": cache.layout,
-        "page_table": np.asarray(cache.page_table),
-    }
     decode_logits, decode_aux = [], []
     for step in range(STEPS):
         end = PROMPT + step
@@ -67,7 +58,6 @@ def run_golden(model: Model, golden: Golden, *, forced: bool) -> Run:
     return Run(
         prefill_logits=np.asarray(logits)[:, :PROMPT],
         prefill_aux={k: np.asarray(v)[:, :PROMPT] for k, v in aux.items()},
-        cache=after_prompt,
         decode_logits=np.stack(decode_logits),
         decode_aux=decode_aux,
     )
