@@ -8,6 +8,8 @@ from dsv41.cache.kv_cache import (
     assign_pages,
     cache_bytes,
     init_cache,
+    read_window,
+    write_window,
 )
 from dsv41.cache.layout import FORMAT_VERSION, CacheLayout
 from dsv41.cache.pages import PageAllocator
@@ -23,4 +25,6 @@ __all__ = [
     "assign_pages",
     "cache_bytes",
     "init_cache",
+    "read_window",
+    "write_window",
 ]

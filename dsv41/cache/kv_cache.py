@@ -11,6 +11,8 @@ import numpy as np
 from dsv41.cache.layout import CacheLayout
 from dsv41.config import DSV41Error, TextConfig
 from dsv41.ops.rope import layer_frequencies, rope_table
+from pallas_kernels.formats import byte_to_e4m3, e4m3_to_byte
+from pallas_kernels.page_layout import drop_index
 
 
 @jax.tree_util.register_dataclass
@@ -29,6 +31,8 @@ class KVCache:
     pending: tuple[
         jax.Array | None, ...
     ]  # per KV source of ratio > 1: float32 [slots, ring, 2, head_dim] raw value and gate
+    # per drafter stage: uint8 [slots, rows, 4, 128] its KV of committed positions; empty without `draft_tokens`
+    draft_window: tuple[jax.Array, ...]
     page_table: jax.Array  # int32 [slots, max_pages] logical pages, -1 where none is assigned
     rope: tuple[jax.Array, jax.Array]  # float32 [max_tokens, 2, rope_dim / 2]: sliding layers, compressed layers
     layout: CacheLayout = dataclasses.field(metadata={"static": True})
@@ -55,6 +59,8 @@ class ForwardBatch:
     image_mask: jax.Array  # bool [B, T] tokens inside an image span
     engram_values: jax.Array | None  # float8_e4m3fn or bfloat16 [B, T, engram layers, orders * heads, dim] table rows
     engram_scales: jax.Array | None  # uint8 [B, T, engram layers, orders * heads, dim / 32]; None for bfloat16 tables
+    # bfloat16 [B, T, D] embeddings where image_mask is set; None: no token of the step has any
+    image_embeds: jax.Array | None = None
 
     def positions(self) -> jax.Array:
         """int32 [B, T] absolute positions."""
@@ -63,6 +69,13 @@ class ForwardBatch:
     def valid(self) -> jax.Array:
         """bool [B, T] real tokens."""
         return jnp.arange(self.tokens.shape[1]) < self.num_new[:, None]
+
+    def ring_address(self, length: int, num_slots: int) -> tuple[jax.Array, jax.Array]:
+        """slot, index int32 [B, T] of the tokens in a ring by position, dropping rows that a later one overwrites."""
+        t = jnp.arange(self.tokens.shape[1])
+        last = (t < self.num_new[:, None]) & (t >= self.num_new[:, None] - length)
+        slot = drop_index(jnp.broadcast_to(self.slot[:, None], last.shape), last, num_slots)
+        return slot, self.positions() % length
 
 
 @jax.tree_util.register_dataclass
@@ -92,6 +105,7 @@ def abstract_cache(
         main=tuple(struct(layout.main.shape(p), u8) for p in pages),
         index=tuple(struct(layout.index.shape(p), u8) for p in pages),
         window=tuple(struct(layout.window.shape(num_slots), u8) for _ in range(layout.num_layers)),
+        draft_window=tuple(struct(layout.window.shape(num_slots), u8) for _ in range(layout.num_draft_stages)),
         pending=tuple(pending if r > 1 else None for r in layout.ratios),
         page_table=struct((num_slots, max_pages), jnp.int32),
         rope=(table, table),
@@ -110,7 +124,7 @@ def init_cache(
       max_tokens: tokens one sequence may reach; rounded up to whole pages.
       num_pages: logical pages in the pool, handed out later with `assign_pages`. None: enough for every slot, all
         assigned.
-      draft_tokens: tokens a step may write that are rejected afterwards.
+      draft_tokens: tokens a step may write that are rejected afterwards; above 0 there are rings for the drafter too.
 
     Raises:
       DSV41Error: a count is not positive, or max_tokens exceeds `max_position_embeddings`.
@@ -160,7 +174,22 @@ def cache_bytes(cache: KVCache) -> dict[str, int]:
         "main": total(cache.main),
         "index": total(cache.index),
         "window": total(cache.window),
+        "draft_window": total(cache.draft_window),
         "pending": total(cache.pending),
         "page_table": total([cache.page_table]),
         "rope": total(cache.rope),
     }
+
+
+def read_window(layout: CacheLayout, rings: jax.Array, slot: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Whole rings of slots int32 [B]: float8_e4m3fn [B, length, H] and E8M0 scales uint8 [B, length, H / 32]."""
+    values, scales = layout.window.read(rings, slot)
+    return byte_to_e4m3(values), scales
+
+
+def write_window(
+    layout: CacheLayout, rings: jax.Array, batch: ForwardBatch, values: jax.Array, scales: jax.Array
+) -> jax.Array:
+    """The rings with the step's entries, float8_e4m3fn [B, T, H] and uint8 [B, T, H / 32], at their positions."""
+    slot, index = batch.ring_address(layout.window.length, rings.shape[0])
+    return layout.window.write(rings, slot, index, e4m3_to_byte(values), scales)

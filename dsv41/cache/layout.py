@@ -30,6 +30,7 @@ class CacheLayout:
       main, index, window: byte layouts of a page of main KV, a page of index keys and a ring of window KV.
       ratios: compression ratio of each KV source, in layer order.
       num_layers: layers that keep a window ring.
+      num_draft_stages: drafter stages that keep one as well; 0 if nothing is drafted.
       pending_rows: raw rows kept for groups that are not complete yet, a ring by position.
     """
 
@@ -38,6 +39,7 @@ class CacheLayout:
     window: WindowLayout
     ratios: tuple[int, ...]
     num_layers: int
+    num_draft_stages: int
     pending_rows: int
 
     @classmethod
@@ -59,6 +61,7 @@ class CacheLayout:
             window=WindowLayout(config.head_dim, length),
             ratios=ratios,
             num_layers=config.num_hidden_layers,
+            num_draft_stages=config.num_nextn_predict_layers if draft_tokens else 0,
             pending_rows=max(_PENDING_ROWS, 1 << (need - 1).bit_length()),
         )
 
@@ -98,8 +101,8 @@ class CacheLayout:
 
     @property
     def window_bytes_per_sequence(self) -> int:
-        """Bytes of the window rings of one sequence, all layers."""
-        return self.num_layers * self.window.slot_bytes
+        """Bytes of the window rings of one sequence, all layers and drafter stages."""
+        return (self.num_layers + self.num_draft_stages) * self.window.slot_bytes
 
     def address(self, page_table: jax.Array, entry: jax.Array, ratio: int) -> tuple[jax.Array, jax.Array]:
         """Where entries lie in the pool of a ratio-m source.

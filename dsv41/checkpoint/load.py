@@ -15,7 +15,7 @@ from dsv41.checkpoint.safetensors_reader import CheckpointReader, check_inventor
 from dsv41.checkpoint.token_map import check_token_map, check_vocabulary, engram_token_map, load_tokenizer
 from dsv41.config import DSV41Error, ModelConfig, load_config, with_overrides
 from dsv41.engram_store import EngramStore, EngramTable
-from dsv41.models import Model, abstract_params
+from dsv41.models import Model, Params, abstract_drafter_params, abstract_params
 from dsv41.ops.engram_hash import engram_hash_spec
 
 Path = tuple[str | int, ...]
@@ -57,9 +57,13 @@ def _check_memory(path: pathlib.Path, structs: Iterable[jax.ShapeDtypeStruct]) -
 
 
 def load(
-    path: str | pathlib.Path, *, overrides: dict[str, str] | None = None, progress: Progress | None = None
+    path: str | pathlib.Path,
+    *,
+    overrides: dict[str, str] | None = None,
+    drafter: bool = True,
+    progress: Progress | None = None,
 ) -> Model:
-    """Reads the text model (backbone and Engram) of a directory in the released layout.
+    """Reads the model of a directory in the released layout.
 
     Everything that can be wrong with the directory is checked before the first tensor is read: config, tensor names,
     shapes and dtypes, tokenizer and token map, sizes of the Engram tables, and whether the device can hold it. Weights
@@ -68,6 +72,7 @@ def load(
     Args:
       path: directory with config.json, *.safetensors (with or without index) and tokenizer.json.
       overrides: config fields to change, as dotted names and JSON values.
+      drafter: also read the drafter, if the config has one; its tensors may be absent otherwise.
       progress: called with (bytes done, bytes in all, parameter name).
 
     Raises:
@@ -76,19 +81,35 @@ def load(
     path = pathlib.Path(path)
     config = with_overrides(load_config(path), overrides or {})
     reader = open_checkpoint(path)
-    check_inventory(reader, tensor_inventory(config), ("backbone", "engram"))
+    trees = _abstract_trees(config, drafter=drafter)
+    check_inventory(reader, tensor_inventory(config), ("engram", *trees))
     tokenizer, token_map = _tokenizer(path, config)
     if token_map is not None:
         engram_hash_spec(config.text_config, int(token_map[config.text_config.engram_pad_token_id]))
-    abstract = abstract_params(config)
-    flat = _flatten(abstract)
-    _check_memory(path, flat.values())
-    names = {parameter_name(p): p for p in flat}
-    arrays = load_parameters(reader, {n: flat[p] for n, p in names.items()}, progress=progress)
-    params = jax.tree.unflatten(jax.tree.structure(abstract), [arrays[parameter_name(p)] for p in flat])
+    # Names of different parts never meet, so that they can be read in one go.
+    structs = {parameter_name(p): s for tree in trees.values() for p, s in _flatten(tree).items()}
+    _check_memory(path, structs.values())
+    arrays = load_parameters(reader, structs, progress=progress)
+    params = {
+        part: jax.tree.unflatten(jax.tree.structure(tree), [arrays[parameter_name(p)] for p in _flatten(tree)])
+        for part, tree in trees.items()
+    }
     return Model(
-        config=config, params=params, token_map=token_map, engram=engram_store(reader, config), tokenizer=tokenizer
+        config=config,
+        params=params["backbone"],
+        drafter=params.get("drafter"),
+        token_map=token_map,
+        engram=engram_store(reader, config),
+        tokenizer=tokenizer,
     )
+
+
+def _abstract_trees(config: ModelConfig, *, drafter: bool) -> dict[str, Params]:
+    """Abstract parameters of the parts that are wanted and that the config has, by their name in `PARTS`."""
+    trees = {"backbone": abstract_params(config)}
+    if drafter and config.text_config.num_nextn_predict_layers:
+        trees["drafter"] = abstract_drafter_params(config)
+    return trees
 
 
 def _tokenizer(path: pathlib.Path, config: ModelConfig):

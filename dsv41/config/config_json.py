@@ -106,6 +106,8 @@ def load_config(path: str | pathlib.Path) -> ModelConfig:
 def config_to_dict(config: ModelConfig) -> dict[str, Any]:
     """The JSON form of a config; `config_from_dict` reads it back to an equal object."""
     data = dataclasses.asdict(config)
+    if data["text_config"]["dspark_confidence_input"] is None:  # not a field of the released file
+        del data["text_config"]["dspark_confidence_input"]
     return {k: v for k, v in data.items() if not (v is None and k in ("quantization_config", "vision_config"))}
 
 

@@ -158,6 +158,9 @@ class TextConfig:
     dspark_markov_rank: int = 256
     dspark_n_routed_experts: int = 128
     dspark_num_experts_per_tok: int = 3
+    # What the confidence head reads: null, as released, the residual; "normed", as some training code has it, the
+    # residual after the drafter's final norm. A head must be run on what it was trained on.
+    dspark_confidence_input: str | None = None
 
     def __post_init__(self):
         _check_text_sizes(self)
@@ -247,6 +250,8 @@ def _check_text_lists(c: TextConfig) -> None:
     _require(c.num_nextn_predict_layers >= 0, f"{p}.num_nextn_predict_layers", ">= 0", c.num_nextn_predict_layers)
     if c.num_nextn_predict_layers:
         _require(len(c.dspark_target_layer_ids) > 0, f"{p}.dspark_target_layer_ids", "at least one layer id", ())
+        value = c.dspark_confidence_input
+        _require(value in (None, "normed"), f"{p}.dspark_confidence_input", "null or 'normed'", value)
         for field in ("dspark_block_size", "dspark_markov_rank", "dspark_n_routed_experts"):
             _require(getattr(c, field) > 0, f"{p}.{field}", "a positive integer", getattr(c, field))
         _require(

@@ -34,6 +34,7 @@ class LayerSpec:
       builds_candidates: publishes the candidate pool.
       reads_candidates: selects inside the candidate pool only.
       engram: ordinal of its Engram table, or None.
+      tap: ordinal among the layers whose input streams the drafter reads, or None.
       in_decoder: belongs to the decoder half of the causal encoder-decoder.
     """
 
@@ -45,6 +46,7 @@ class LayerSpec:
     builds_candidates: bool
     reads_candidates: bool
     engram: int | None
+    tap: int | None
     in_decoder: bool
 
     @property
@@ -121,6 +123,7 @@ def layer_schedule(c: TextConfig) -> Schedule:
     """
     _check_sources(c)
     layers = []
+    taps = c.dspark_target_layer_ids if c.num_nextn_predict_layers else ()
     kv_source = index_source = None
     decoder_start = max(c.kv_source_layer_ids, default=c.num_hidden_layers)
     for i in range(c.num_hidden_layers):
@@ -151,6 +154,7 @@ def layer_schedule(c: TextConfig) -> Schedule:
                 builds_candidates=i == candidate,
                 reads_candidates=mode is LayerMode.REINDEX and candidate is not None and kv_source == candidate,
                 engram=c.engram_layer_ids.index(i) if i in c.engram_layer_ids else None,
+                tap=taps.index(i) if i in taps else None,
                 in_decoder=i >= decoder_start,
             )
         )

@@ -8,16 +8,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dsv41.cache import AttentionState, ForwardBatch, KVCache
+from dsv41.cache import AttentionState, ForwardBatch, KVCache, read_window, write_window
 from dsv41.config import LayerMode, LayerSpec, Schedule, TextConfig
 from dsv41.layers.indexer import Indexer
-from dsv41.layers.linear import Linear, RMSNorm, abstract
+from dsv41.layers.linear import Linear, RMSNorm
+from dsv41.layers.projections import AttentionProjections
 from dsv41.ops import compressor as compression
-from dsv41.ops.linear import WeightFormat, grouped_linear
+from dsv41.ops.linear import WeightFormat
 from dsv41.ops.rope import apply_rope, table_of
 from dsv41.ops.tiling import map_query_tiles, query_tile
 from pallas_kernels.fixed_order import contract
-from pallas_kernels.formats import byte_to_e4m3, e4m3_to_byte
 from pallas_kernels.page_layout import drop_index
 from pallas_kernels.quantize import ops as quantize
 from pallas_kernels.sparse_attention.ops import attend
@@ -31,26 +31,17 @@ class _Compressor(nnx.Module):
         self.norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
 
-class Attention(nnx.Module):
+class Attention(AttentionProjections):
     """Window attention plus, by role, compressed entries that this layer or one before it owns and selects."""
 
     def __init__(self, config: TextConfig, schedule: Schedule, spec: LayerSpec, dense: WeightFormat):
-        c = config
-        self.config, self.spec = config, spec
+        super().__init__(config, dense)
+        self.spec = spec
         self.kv_index = None if spec.kv_source is None else [s.index for s in schedule.kv_sources].index(spec.kv_source)
-        self.wq_a = Linear(c.hidden_size, c.q_lora_rank, dense)
-        self.q_norm = RMSNorm(c.q_lora_rank, c.rms_norm_eps)
-        self.wq_b = Linear(c.q_lora_rank, c.num_attention_heads * c.head_dim, dense)
-        self.wkv = Linear(c.hidden_size, c.head_dim, dense)
-        self.kv_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
-        self.attn_sink = abstract(c.num_attention_heads, dtype=jnp.float32)
-        group_in = c.num_attention_heads // c.o_groups * c.head_dim
-        self.wo_a = Linear(group_in, c.o_groups * c.o_lora_rank, dense)
-        self.wo_b = Linear(c.o_groups * c.o_lora_rank, c.hidden_size, dense)
         if spec.owns_kv:
-            self.compressor = _Compressor(c, spec.ratio)
+            self.compressor = _Compressor(config, spec.ratio)
         if spec.selects:
-            self.indexer = Indexer(c, spec, dense)
+            self.indexer = Indexer(config, spec, dense)
 
     def __call__(
         self, x: jax.Array, batch: ForwardBatch, cache: KVCache, state: AttentionState | None, forced: jax.Array | None
@@ -69,13 +60,9 @@ class Attention(nnx.Module):
         Raises:
           ValueError: a Reuse or Reindex layer was reached without the selection it depends on.
         """
-        c, b, t = self.config, *x.shape[:2]
         rope = table_of(self.spec, cache.rope)[jnp.clip(batch.positions(), 0, cache.max_tokens - 1)]
-        with jax.named_scope("query"):
-            qr = self.q_norm(self.wq_a(x))
-            q = apply_rope(self.wq_b(qr).reshape(b, t, c.num_attention_heads, c.head_dim), rope[:, :, None])
-        with jax.named_scope("window_kv"):
-            new_kv = quantize.quantize_fp8(apply_rope(self.kv_norm(self.wkv(x)), rope))
+        qr, q = self.queries(x, rope)
+        new_kv = self.window_kv(x, rope)
         if self.spec.owns_kv:
             with jax.named_scope("compress"):
                 cache = self._compress(x, batch, cache)
@@ -92,11 +79,7 @@ class Attention(nnx.Module):
         with jax.named_scope("attend"):
             o = self._attend(q, new_kv, batch, cache, state)
         cache = self._write_window(new_kv, batch, cache)
-        with jax.named_scope("output"):
-            o = apply_rope(o, rope[:, :, None], inverse=True)
-            grouped = o.reshape(b, t, c.o_groups, -1)
-            weight = self.wo_a.stored.dequantize().reshape(c.o_groups, c.o_lora_rank, -1)
-            return self.wo_b(grouped_linear(grouped, weight).reshape(b, t, -1)), cache, state
+        return self.output(o, rope), cache, state
 
     def _compress(self, x: jax.Array, batch: ForwardBatch, cache: KVCache) -> KVCache:
         """Writes main KV and index keys of every group that this step completes."""
@@ -118,7 +101,7 @@ class Attention(nnx.Module):
             latent = compression.pool_groups(
                 rows[:, :, 0], rows[:, :, 1], row, self.compressor.norm.weight[...], self.config.rms_norm_eps
             )
-            slot, index = _ring_address(batch, ring, pending.shape[0])
+            slot, index = batch.ring_address(ring, pending.shape[0])
             pending = pending.at[slot, index].set(new, mode="drop")
         table = table_of(self.spec, cache.rope)
         rope = table[jnp.clip(group * ratio, 0, cache.max_tokens - 1)]
@@ -138,8 +121,8 @@ class Attention(nnx.Module):
         """bfloat16 [B, T, N, H], still rotated: one softmax over window and selected entries of each query."""
         layout, window = cache.layout, self.config.sliding_window
         ring = cache.window[self.spec.index]
-        old_values, old_scales = layout.window.read(ring, batch.slot)
-        values = jnp.concatenate([byte_to_e4m3(old_values), new_kv[0]], axis=1)
+        old_values, old_scales = read_window(layout, ring, batch.slot)
+        values = jnp.concatenate([old_values, new_kv[0]], axis=1)
         window_kv = quantize.dequantize_fp8(values, jnp.concatenate([old_scales, new_kv[1]], axis=1))
         length, rows = layout.window.length, jnp.arange(q.shape[0])[:, None, None]
         selected = jnp.zeros((*q.shape[:2], 0), jnp.int32) if state is None else state.selected
@@ -162,18 +145,9 @@ class Attention(nnx.Module):
 
     def _write_window(self, new_kv, batch: ForwardBatch, cache: KVCache) -> KVCache:
         ring = cache.window[self.spec.index]
-        slot, index = _ring_address(batch, cache.layout.window.length, ring.shape[0])
-        ring = cache.layout.window.write(ring, slot, index, e4m3_to_byte(new_kv[0]), new_kv[1])
+        ring = write_window(cache.layout, ring, batch, *new_kv)
         return dataclasses.replace(cache, window=_replaced(cache.window, self.spec.index, ring))
 
 
 def _replaced(items: tuple, index: int, value) -> tuple:
     return (*items[:index], value, *items[index + 1 :])
-
-
-def _ring_address(batch: ForwardBatch, length: int, num_slots: int) -> tuple[jax.Array, jax.Array]:
-    """slot, index int32 [B, T] of the step's rows in a ring by position, dropping rows that a later one overwrites."""
-    t = jnp.arange(batch.tokens.shape[1])
-    last = (t < batch.num_new[:, None]) & (t >= batch.num_new[:, None] - length)
-    slot = drop_index(jnp.broadcast_to(batch.slot[:, None], last.shape), last, num_slots)
-    return slot, batch.positions() % length

@@ -1,16 +1,23 @@
 """Layers in order, and the loaded model."""
 
-from dsv41.models.backbone import CAPTURES, Backbone, ForcedChoices, abstract_params, bind, forward
+from dsv41.models.backbone import CAPTURES, Backbone, ForcedChoices, Params, abstract_params, bind, forward
+from dsv41.models.drafter import Draft, abstract_drafter_params, bind_drafter, draft, greedy
 from dsv41.models.model import Model, batch_bucket, token_bucket
 
 __all__ = [
     "CAPTURES",
     "Backbone",
+    "Draft",
     "ForcedChoices",
     "Model",
+    "Params",
+    "abstract_drafter_params",
     "abstract_params",
     "batch_bucket",
     "bind",
+    "bind_drafter",
+    "draft",
     "forward",
+    "greedy",
     "token_bucket",
 ]

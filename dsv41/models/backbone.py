@@ -15,11 +15,13 @@ from dsv41.layers import Block, RMSNorm, abstract
 from dsv41.ops.linear import WeightFormat
 from pallas_kernels.fixed_order import contract
 from pallas_kernels.hyper_connection import ops as mhc
+from pallas_kernels.rounding import round_to_bf16
 
 Params = dict[str, Any]
 
-# What `forward` can report beside logits; each name is a group of entries in its `aux`.
-CAPTURES = ("streams", "outputs", "choices")
+# What `forward` can report beside logits; each name is a group of entries in its `aux`. "taps" is what a drafter reads:
+# `main_hidden` bfloat16 [B, T, taps * D].
+CAPTURES = ("streams", "outputs", "choices", "taps")
 
 
 @jax.tree_util.register_dataclass
@@ -51,12 +53,12 @@ class Backbone(nnx.Module):
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.head = _Table(c.vocab_size, c.hidden_size)
 
-    def start(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """tokens int32 [B, T] -> equal streams bfloat16 [B, T, R, D] and the one-hot first mix float32 [B, T, R]."""
-        x = self.embed.weight[...][tokens]
-        streams = jnp.broadcast_to(x[:, :, None], (*x.shape[:2], self.config.hc_mult, x.shape[2]))
-        pre = jnp.zeros((*tokens.shape, self.config.hc_mult), jnp.float32).at[..., 0].set(1.0)
-        return streams, pre
+    def start(self, batch: ForwardBatch) -> tuple[jax.Array, jax.Array]:
+        """The streams bfloat16 [B, T, R, D] and the first mix float32 [B, T, R] of a step's tokens or image rows."""
+        x = self.embed.weight[...][batch.tokens]
+        if batch.image_embeds is not None:
+            x = jnp.where(batch.image_mask[..., None], batch.image_embeds, x)
+        return open_streams(x, self.config.hc_mult)
 
     def run(
         self,
@@ -75,6 +77,9 @@ class Backbone(nnx.Module):
             block = self.layers[n]
             with jax.named_scope(f"layer_{n}"):
                 streams = block.look_up(streams, batch)
+                if "taps" in capture and block.spec.tap is not None:
+                    # The plain mean, not the mix that the block is about to collapse with (dspark.md section 2.1).
+                    aux[f"tap.{block.spec.tap}"] = round_to_bf16(streams.astype(jnp.float32).mean(axis=2))
                 if "streams" in capture:
                     aux[f"block_in.{n}"], aux[f"pre_in.{n}"] = streams, pre
                 streams, pre, cache, state, inside = block(
@@ -95,6 +100,12 @@ class Backbone(nnx.Module):
     def finish(self, streams: jax.Array, pre: jax.Array) -> jax.Array:
         """streams bfloat16 [..., R, D] after the last block, its pre float32 [..., R] -> logits float32 [..., V]."""
         return contract(self.norm(mhc.collapse(streams, pre)), self.head.weight[...])
+
+
+def open_streams(x: jax.Array, num_streams: int) -> tuple[jax.Array, jax.Array]:
+    """Embeddings bfloat16 [B, T, D] -> equal streams bfloat16 [B, T, R, D], one-hot first mix float32 [B, T, R]."""
+    streams = jnp.broadcast_to(x[:, :, None], (*x.shape[:2], num_streams, x.shape[2]))
+    return streams, jnp.zeros(streams.shape[:3], jnp.float32).at[..., 0].set(1.0)
 
 
 def abstract_params(config: ModelConfig) -> Params:
@@ -138,8 +149,10 @@ def forward(
         raise ValueError(f"logits: expected 'last' or 'all', got {logits!r}")
     if unknown := set(capture) - set(CAPTURES):
         raise ValueError(f"capture: unknown names {sorted(unknown)}, expected some of {CAPTURES}")
+    if "taps" in capture and not config.text_config.num_nextn_predict_layers:
+        raise ValueError("capture: 'taps' of a model without a drafter")
     model = bind(config, params)
-    streams, pre = model.start(batch.tokens)
+    streams, pre = model.start(batch)
     streams, pre, cache, _, aux = model.run(
         streams,
         pre,
@@ -150,6 +163,9 @@ def forward(
         forced or ForcedChoices(),
         capture,
     )
+    if "taps" in capture:
+        taps = [aux.pop(f"tap.{i}") for i in range(len(config.text_config.dspark_target_layer_ids))]
+        aux["main_hidden"] = jnp.concatenate(taps, axis=-1)
     if logits == "last":
         last = jnp.maximum(batch.num_new - 1, 0)[:, None]
         streams = jnp.take_along_axis(streams, last[..., None, None], axis=1)

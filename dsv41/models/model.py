@@ -46,13 +46,14 @@ def token_bucket(tokens: int) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Model:
-    """A text model ready to run.
+    """A model ready to run.
 
     Attributes:
       config: the released config.
-      params: nested dicts of arrays in their stored formats, named as in the checkpoint.
+      params: of the backbone, nested dicts of arrays in their stored formats, named as in the checkpoint.
       token_map: int32 [V] Engram class of each token id; None if the model has no Engram.
       engram: table rows; None if the model has no Engram.
+      drafter: parameters of the drafter; None if there is none or it was not loaded.
       tokenizer: a `tokenizers.Tokenizer`, or None if the directory had none.
     """
 
@@ -60,6 +61,7 @@ class Model:
     params: Params
     token_map: np.ndarray | None = None
     engram: EngramStore | None = None
+    drafter: Params | None = None
     tokenizer: Any = None
 
     @functools.cached_property

@@ -1,0 +1,42 @@
+"""Attention of a drafter stage: committed context and the whole block, in both directions (dspark.md section 2.3)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from dsv41.layers.projections import AttentionProjections
+from pallas_kernels.quantize import ops as quantize
+from pallas_kernels.sparse_attention.ops import attend
+
+
+class DraftAttention(AttentionProjections):
+    """Every block query sees all context entries and all block entries; there is no causal mask inside the block."""
+
+    def __call__(
+        self, x: jax.Array, rope: jax.Array, context: tuple[jax.Array, jax.Array], seen: jax.Array
+    ) -> jax.Array:
+        """One attention sublayer over a block.
+
+        Args:
+          x: bfloat16 [B, K, D], normalised draft inputs.
+          rope: float32 [B, K, 2, r] at the block's positions.
+          context: float8_e4m3fn [B, W, H] and scales uint8 [B, W, H / 32], projected from committed positions with
+            this stage's weights.
+          seen: bool [B, W] context entries that exist.
+
+        Returns:
+          bfloat16 [B, K, D]. The block's own entries are scratch; nothing is kept.
+        """
+        b, k = x.shape[:2]
+        _, q = self.queries(x, rope)
+        own = self.window_kv(x, rope)
+        kv = quantize.dequantize_fp8(*(jnp.concatenate(pair, axis=1) for pair in zip(context, own, strict=True)))
+        seen = jnp.concatenate([seen, jnp.ones((b, k), bool)], axis=1)
+
+        def per_query(entries: jax.Array) -> jax.Array:
+            return jnp.broadcast_to(entries[:, None], (b, k, *entries.shape[1:]))
+
+        with jax.named_scope("attend"):
+            o = attend(q, per_query(kv), per_query(seen), self.attn_sink[...], self.config.head_dim**-0.5)
+        return self.output(o, rope)

@@ -1,0 +1,53 @@
+"""What every attention sublayer has: queries, window KV and the grouped output (architecture.md section 3)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dsv41.config import TextConfig
+from dsv41.layers.linear import Linear, RMSNorm, abstract
+from dsv41.ops.linear import WeightFormat, grouped_linear
+from dsv41.ops.rope import apply_rope
+from pallas_kernels.quantize import ops as quantize
+
+
+class AttentionProjections(nnx.Module):
+    """The weights that layers of the backbone and stages of the drafter have in common."""
+
+    def __init__(self, config: TextConfig, dense: WeightFormat):
+        c = config
+        self.config = c
+        self.wq_a = Linear(c.hidden_size, c.q_lora_rank, dense)
+        self.q_norm = RMSNorm(c.q_lora_rank, c.rms_norm_eps)
+        self.wq_b = Linear(c.q_lora_rank, c.num_attention_heads * c.head_dim, dense)
+        self.wkv = Linear(c.hidden_size, c.head_dim, dense)
+        self.kv_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
+        self.attn_sink = abstract(c.num_attention_heads, dtype=jnp.float32)
+        group_in = c.num_attention_heads // c.o_groups * c.head_dim
+        self.wo_a = Linear(group_in, c.o_groups * c.o_lora_rank, dense)
+        self.wo_b = Linear(c.o_groups * c.o_lora_rank, c.hidden_size, dense)
+
+    def queries(self, x: jax.Array, rope: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x bfloat16 [B, T, D], rope float32 [B, T, 2, r] -> latents bfloat16 [B, T, q rank], rotated queries
+        bfloat16 [B, T, N, H]."""
+        c = self.config
+        with jax.named_scope("query"):
+            qr = self.q_norm(self.wq_a(x))
+            q = self.wq_b(qr).reshape(*x.shape[:2], c.num_attention_heads, c.head_dim)
+            return qr, apply_rope(q, rope[:, :, None])
+
+    def window_kv(self, x: jax.Array, rope: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Rotated window entries: float8_e4m3fn [B, T, H] and E8M0 scales uint8 [B, T, H / 32]."""
+        with jax.named_scope("window_kv"):
+            return quantize.quantize_fp8(apply_rope(self.kv_norm(self.wkv(x)), rope))
+
+    def output(self, o: jax.Array, rope: jax.Array) -> jax.Array:
+        """Attention output, still rotated, bfloat16 [B, T, N, H] -> bfloat16 [B, T, D]."""
+        c = self.config
+        with jax.named_scope("output"):
+            o = apply_rope(o, rope[:, :, None], inverse=True)
+            grouped = o.reshape(*o.shape[:2], c.o_groups, -1)
+            weight = self.wo_a.stored.dequantize().reshape(c.o_groups, c.o_lora_rank, -1)
+            return self.wo_b(grouped_linear(grouped, weight).reshape(*o.shape[:2], -1))
