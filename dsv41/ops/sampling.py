@@ -27,6 +27,8 @@ NO_TOKEN = -1
 
 # Draws must not depend on jax's configurable default generator.
 _GENERATOR = "threefry2x32"
+# Folded in before a round's index; no step has it, since steps are int32 and count from 0.
+_ROUNDS = 0xFFFFFFFF
 # Dividing by less would overflow the largest float32 distances; far below, only the maximum has any mass left.
 _GREEDY_BELOW = 1e-6
 
@@ -98,6 +100,31 @@ def step_keys(seed: jax.Array, step: jax.Array) -> jax.Array:
         return jax.random.fold_in(jax.random.key(seed, impl=_GENERATOR), step)
 
     return jax.vmap(key)(jnp.asarray(seed, jnp.uint32), jnp.asarray(step, jnp.int32))
+
+
+def round_keys(seed: jax.Array, round_index: jax.Array, purpose: int = 0) -> jax.Array:
+    """Random keys of draft-and-verify rounds, in a stream of their own next to that of `step_keys`.
+
+    Noise may not be keyed by the position of the token it draws. Whether a draft is kept depends on those behind it
+    under the block rule, and on how many of them are verified; the noise of a position whose draft was dropped has
+    therefore already decided something, and a later draw from it would not be free. So every round has fresh noise,
+    however few tokens the round before it gave, and everything drawn inside a round (each draft, the acceptance
+    tests, the next token) has a purpose of its own.
+
+    Args:
+      seed: uint32 [B].
+      round_index: int32 [B], rounds that the request has begun before this one.
+      purpose: 0 or more; what is drawn, different for each draw of the round.
+
+    Returns:
+      keys [B].
+    """
+
+    def key(seed, index):
+        rounds = jax.random.fold_in(jax.random.key(seed, impl=_GENERATOR), _ROUNDS)
+        return jax.random.fold_in(jax.random.fold_in(rounds, index), purpose)
+
+    return jax.vmap(key)(jnp.asarray(seed, jnp.uint32), jnp.asarray(round_index, jnp.int32))
 
 
 def _order(x: jax.Array) -> jax.Array:
@@ -186,10 +213,46 @@ def filter_logits(logits: jax.Array, temperature: jax.Array, top_k: jax.Array, t
     return jnp.where(has_distribution(logits)[:, None], scaled, jnp.nan)
 
 
+def filtered_logprobs(logits: jax.Array, params: SamplingArrays) -> jax.Array:
+    """Log probabilities that the positions of each row are drawn with.
+
+    Args:
+      logits: float32 [B, T, V].
+      params: of the rows; every position of a row has the same.
+
+    Returns:
+      float32 [B, T, V], -inf where cut off; at temperature 0 nothing but 0 and -inf. Positions without a
+      distribution are NaN.
+    """
+    rows, positions, vocabulary = logits.shape
+    # Rows of one long batch, not a vmap over T, under which `filter_logits` would take both sides of its branches.
+    per_position = jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), positions), params)
+    flat = logits.reshape(rows * positions, vocabulary)
+    kept = filter_logits(flat, per_position.temperature, per_position.top_k, per_position.top_p)
+    return jax.nn.log_softmax(kept, axis=-1).reshape(logits.shape)
+
+
 def _noise(keys: jax.Array, vocabulary: int) -> jax.Array:
     """Gumbel noise float32 [B, V], finite."""
     # "high": with 23-bit uniforms, the noise of a large vocabulary would often tie.
     return jax.vmap(lambda key: jax.random.gumbel(key, (vocabulary,), jnp.float32, mode="high"))(keys)
+
+
+def draw(law: jax.Array, keys: jax.Array, certain: jax.Array | bool = False) -> jax.Array:
+    """Draws one token a row from logits as they are (Gumbel-max).
+
+    Args:
+      law: float32 [B, V], log probabilities up to a constant a row.
+      keys: random keys [B].
+      certain: bool []; every row leaves one token only, so that no noise is needed.
+
+    Returns:
+      int32 [B]; `NO_TOKEN` in rows without a distribution.
+    """
+    noise_of = functools.partial(_noise, vocabulary=law.shape[-1])
+    noise = jax.lax.cond(certain, lambda _: jnp.zeros_like(law), noise_of, keys)
+    ids = jnp.argmax(law + noise, axis=-1).astype(jnp.int32)
+    return jnp.where(has_distribution(law), ids, NO_TOKEN)
 
 
 def sample(logits: jax.Array, keys: jax.Array, params: SamplingArrays) -> jax.Array:
@@ -205,9 +268,4 @@ def sample(logits: jax.Array, keys: jax.Array, params: SamplingArrays) -> jax.Ar
     """
     with jax.named_scope("sample"):
         filtered = filter_logits(logits, params.temperature, params.top_k, params.top_p)
-        draw = functools.partial(_noise, vocabulary=logits.shape[-1])
-        noise = jax.lax.cond(
-            jnp.all(params.temperature < _GREEDY_BELOW), lambda _: jnp.zeros_like(filtered), draw, keys
-        )
-        ids = jnp.argmax(filtered + noise, axis=-1).astype(jnp.int32)
-        return jnp.where(has_distribution(logits), ids, NO_TOKEN)
+        return draw(filtered, keys, certain=jnp.all(params.temperature < _GREEDY_BELOW))
