@@ -100,10 +100,13 @@ class Laws:
         return result.reshape(n, cells, -1).sum(axis=1)
 
     def error(self, lengths, rule, **options) -> float:
-        """The largest error of a sequence's probability; lengths: of each of `all_drafts`, or one for all."""
+        """Total variation between the output's law and the target's; lengths: of each of `all_drafts`, or one for all.
+
+        It is the most by which the probability of any set of outputs is wrong.
+        """
         lengths = np.broadcast_to(lengths, len(self.all_drafts))
         law = self.draft_weights @ self.output_law(self.all_drafts, lengths, rule, **options)
-        return np.abs(law - self.target_law).max()
+        return np.abs(law - self.target_law).sum() / 2
 
 
 def joint_error(one: Laws, other: Laws, lengths: np.ndarray, rule) -> float:
@@ -113,7 +116,7 @@ def joint_error(one: Laws, other: Laws, lengths: np.ndarray, rule) -> float:
     second = other.output_law(np.tile(other.all_drafts, (n, 1)), lengths[..., 1].reshape(-1), rule)
     weights = np.outer(one.draft_weights, other.draft_weights).reshape(-1, 1)
     joint = (weights * first).T @ second
-    return np.abs(joint - np.outer(one.target_law, other.target_law)).max()
+    return np.abs(joint - np.outer(one.target_law, other.target_law)).sum() / 2
 
 
 _filtered = jax.jit(filtered_logprobs)
