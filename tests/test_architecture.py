@@ -17,7 +17,7 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = {"dsv41": 60, "launch": 60, "pallas_kernels": 150}
 FORBIDDEN_FILES = re.compile(r"(utils?|helpers?|common|misc|.*_(v\d+|deprecated|old|new|copy))\.py")
 # What an import is called where the distribution is called otherwise.
-IMPORT_NAMES = {"absl-py": "absl"}
+IMPORT_NAMES = {"absl-py": "absl", "pillow": "PIL"}
 
 
 def _python_files(*packages: str) -> list[pathlib.Path]:
@@ -62,8 +62,8 @@ def test_kernels_know_only_arrays():
     assert {f: names for f, names in found.items() if names} == {}
 
 
-def test_config_loads_without_jax():
-    code = "import sys, dsv41.config, dsv41.data; sys.exit('jax is loaded' if 'jax' in sys.modules else 0)"
+def test_config_and_images_load_without_jax():
+    code = "import sys, dsv41.config, dsv41.data, dsv41.images; sys.exit('jax' if 'jax' in sys.modules else 0)"
     _check("-c", code)
 
 

@@ -91,6 +91,8 @@ class VisionConfig:
         ):  # fmt: skip
             _require(getattr(self, field) > 0, f"{p}.{field}", "a positive number", getattr(self, field))
         _require_multiple(self, p, "hidden_size", 4 * self.num_attention_heads)
+        # The span of one token: start, it, newline, end.
+        _require(self.max_image_tokens >= 4, f"{p}.max_image_tokens", "at least 4", self.max_image_tokens)
         ratio = self.max_wh_ratio
         _require(ratio is None or ratio > 0, f"{p}.max_wh_ratio", "a positive number or null", ratio)
 
