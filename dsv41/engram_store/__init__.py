@@ -1,6 +1,16 @@
-"""Where Engram tables live and how their rows reach the model. Host side only."""
+"""Where Engram tables live and how their rows reach the model."""
 
 from dsv41.engram_store.row_shards import RowShards, take_shard
+from dsv41.engram_store.step_lookup import StepLookup, step_lookup
 from dsv41.engram_store.store import EngramRows, EngramStore, EngramTable, StoreStats
 
-__all__ = ["EngramRows", "EngramStore", "EngramTable", "RowShards", "StoreStats", "take_shard"]
+__all__ = [
+    "EngramRows",
+    "EngramStore",
+    "EngramTable",
+    "RowShards",
+    "StepLookup",
+    "StoreStats",
+    "step_lookup",
+    "take_shard",
+]

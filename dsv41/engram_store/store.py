@@ -111,6 +111,21 @@ class EngramStore:
         self.stats = StoreStats()
 
     @property
+    def tables(self) -> tuple[EngramTable, ...]:
+        return self._tables
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tables, scales included."""
+        return sum(t.values.nbytes + (0 if t.scales is None else t.scales.nbytes) for t in self._tables)
+
+    @property
+    def row_format(self) -> tuple[np.dtype, int, int]:
+        """dtype of a row's values, how many there are, and how many scale bytes (0 with bfloat16)."""
+        first = self._tables[0]
+        return first.values.dtype, first.values.shape[1], 0 if first.scales is None else first.scales.shape[1]
+
+    @property
     def rows_per_layer(self) -> tuple[int, ...]:
         return tuple(table.rows for table in self._tables)
 

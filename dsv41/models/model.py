@@ -13,8 +13,10 @@ import numpy as np
 
 from dsv41.cache import ForwardBatch, KVCache, init_cache
 from dsv41.config import DSV41Error, ModelConfig, Schedule, layer_schedule
-from dsv41.engram_store import EngramStore
+from dsv41.engram_store import EngramStore, StepLookup, step_lookup
+from dsv41.images import PreparedImage
 from dsv41.models.backbone import ForcedChoices, Params, forward
+from dsv41.models.vision import SpanEmbeds, check_images, embed_images
 from dsv41.ops.engram_hash import EngramHashSpec, engram_hash_spec, row_ids
 from pallas_kernels.fixed_order import compiler_options
 
@@ -54,6 +56,7 @@ class Model:
       token_map: int32 [V] Engram class of each token id; None if the model has no Engram.
       engram: table rows; None if the model has no Engram.
       drafter: parameters of the drafter; None if there is none or it was not loaded.
+      vision: parameters of the vision tower and projector; None if there are none or they were not loaded.
       tokenizer: a `tokenizers.Tokenizer`, or None if the directory had none.
     """
 
@@ -62,6 +65,7 @@ class Model:
     token_map: np.ndarray | None = None
     engram: EngramStore | None = None
     drafter: Params | None = None
+    vision: Params | None = None
     tokenizer: Any = None
 
     @functools.cached_property
@@ -72,6 +76,13 @@ class Model:
     def _hash_spec(self) -> EngramHashSpec:
         text = self.config.text_config
         return engram_hash_spec(text, int(self.token_map[text.engram_pad_token_id]))
+
+    @functools.cached_property
+    def step_lookup(self) -> StepLookup | None:
+        """Engram rows inside a compiled step; None if the model has no Engram."""
+        if self.engram is None:
+            return None
+        return step_lookup(self.engram, self._hash_spec, self.token_map, self.config.image_token_id)
 
     def init_cache(
         self, num_slots: int, max_tokens: int, *, num_pages: int | None = None, draft_tokens: int = 0
@@ -91,6 +102,7 @@ class Model:
         history: Sequence[Sequence[int]] | None = None,
         *,
         slots: Sequence[int] | None = None,
+        images: Sequence[SpanEmbeds | None] | None = None,
         padded: bool = True,
     ) -> ForwardBatch:
         """The arrays of one step.
@@ -100,10 +112,13 @@ class Model:
           history: token ids of each sequence that are in the cache already; their number is where the new tokens start,
             and the last few enter the Engram hashes. None: the sequences start here.
           slots: cache slot of each sequence; None: 0, 1, ...
+          images: for each sequence, what stands for its image tokens, old and new ones (`embed_images`). An image token
+            without it is embedded like a word; it is an image token to routing and Engram all the same.
           padded: round batch and length up to `batch_bucket` and `token_bucket`, so that few shapes are met.
 
         Raises:
-          DSV41Error: an empty batch or row, an id outside the vocabulary, or a slot used twice; the message names it.
+          DSV41Error: an empty batch or row, an id outside the vocabulary, a slot used twice, or images whose positions
+            hold other tokens; the message names it.
         """
         rows = [np.asarray(r, np.int64).reshape(-1) for r in tokens]
         past = [()] * len(rows) if history is None else list(history)
@@ -133,7 +148,51 @@ class Model:
             image_mask=image,
             engram_values=values,
             engram_scales=scales,
+            image_embeds=None if images is None else self._image_embeds(image, [len(h) for h in past], lengths, images),
         )
+
+    def _image_embeds(
+        self, mask: np.ndarray, starts: list[int], lengths: list[int], images: Sequence[SpanEmbeds | None]
+    ) -> np.ndarray | None:
+        """bfloat16 [B, T, D] where mask [B, T] is set; None if none of `images` lies in the step."""
+        if len(images) != len(starts):
+            raise DSV41Error(f"batch: {len(starts)} rows of tokens, {len(images)} of images; expected as many")
+        embeds, without = None, mask.copy()
+        for i, (spans, start, length) in enumerate(zip(images, starts, lengths, strict=True)):
+            if spans is None:
+                continue
+            first, last = np.searchsorted(spans.positions, [start, start + length])
+            if first == last:
+                continue
+            if embeds is None:
+                embeds = np.zeros((*mask.shape, spans.embeds.shape[1]), spans.embeds.dtype)
+            at = spans.positions[first:last] - start
+            if not mask[i, at].all():
+                position = spans.positions[first + int(np.argmin(mask[i, at]))]
+                raise DSV41Error(f"batch row {i}: an image covers position {position}, which holds no image token")
+            embeds[i, at], without[i, at] = spans.embeds[first:last], False
+        if embeds is not None and without.any():
+            embeds[without] = self._image_word
+        return embeds
+
+    @functools.cached_property
+    def _image_word(self) -> np.ndarray:
+        """bfloat16 [D]: the embedding of the image token as a word, on the host."""
+        return np.asarray(self.params["embed"]["weight"][self.config.image_token_id])
+
+    def check_images(
+        self, tokens: Sequence[int] | np.ndarray, images: Sequence[PreparedImage], *, what: str = "tokens"
+    ) -> np.ndarray:
+        """Whether this model can take a row of tokens with these images: `dsv41.models.vision.check_images`."""
+        return check_images(self.config, tokens, images, loaded=self.vision is not None, what=what)
+
+    def embed_images(self, tokens: Sequence[int] | np.ndarray, images: Sequence[PreparedImage]) -> SpanEmbeds | None:
+        """Encodes the images of a row of tokens whose spans are laid out; None if there are neither.
+
+        Raises:
+          DSV41Error: as `check_images`.
+        """
+        return embed_images(self.vision, self.config, self.check_images(tokens, images), images)
 
     def _check_batch(self, rows: list[np.ndarray], past: list[int], tails: list[np.ndarray], slots: list[int]) -> None:
         if not rows:
