@@ -15,7 +15,7 @@ from dsv41.checkpoint.safetensors_reader import CheckpointReader, check_inventor
 from dsv41.checkpoint.token_map import check_token_map, check_vocabulary, engram_token_map, load_tokenizer
 from dsv41.config import DSV41Error, ModelConfig, load_config, with_overrides
 from dsv41.engram_store import EngramStore, EngramTable
-from dsv41.models import Model, Params, abstract_drafter_params, abstract_params
+from dsv41.models import Model, Params, abstract_drafter_params, abstract_params, abstract_vision_params
 from dsv41.ops.engram_hash import engram_hash_spec
 
 Path = tuple[str | int, ...]
@@ -61,6 +61,7 @@ def load(
     *,
     overrides: dict[str, str] | None = None,
     drafter: bool = True,
+    vision: bool = True,
     progress: Progress | None = None,
 ) -> Model:
     """Reads the model of a directory in the released layout.
@@ -73,6 +74,7 @@ def load(
       path: directory with config.json, *.safetensors (with or without index) and tokenizer.json.
       overrides: config fields to change, as dotted names and JSON values.
       drafter: also read the drafter, if the config has one; its tensors may be absent otherwise.
+      vision: the same for the vision tower and projector.
       progress: called with (bytes done, bytes in all, parameter name).
 
     Raises:
@@ -81,7 +83,7 @@ def load(
     path = pathlib.Path(path)
     config = with_overrides(load_config(path), overrides or {})
     reader = open_checkpoint(path)
-    trees = _abstract_trees(config, drafter=drafter)
+    trees = _abstract_trees(config, drafter=drafter, vision=vision)
     check_inventory(reader, tensor_inventory(config), ("engram", *trees))
     tokenizer, token_map = _tokenizer(path, config)
     if token_map is not None:
@@ -98,17 +100,20 @@ def load(
         config=config,
         params=params["backbone"],
         drafter=params.get("drafter"),
+        vision=params.get("vision"),
         token_map=token_map,
         engram=engram_store(reader, config),
         tokenizer=tokenizer,
     )
 
 
-def _abstract_trees(config: ModelConfig, *, drafter: bool) -> dict[str, Params]:
+def _abstract_trees(config: ModelConfig, *, drafter: bool, vision: bool) -> dict[str, Params]:
     """Abstract parameters of the parts that are wanted and that the config has, by their name in `PARTS`."""
     trees = {"backbone": abstract_params(config)}
     if drafter and config.text_config.num_nextn_predict_layers:
         trees["drafter"] = abstract_drafter_params(config)
+    if vision and config.vision_config is not None:
+        trees["vision"] = abstract_vision_params(config)
     return trees
 
 

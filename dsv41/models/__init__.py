@@ -3,6 +3,7 @@
 from dsv41.models.backbone import CAPTURES, Backbone, ForcedChoices, Params, abstract_params, bind, forward
 from dsv41.models.drafter import Draft, abstract_drafter_params, bind_drafter, draft, greedy
 from dsv41.models.model import Model, batch_bucket, token_bucket
+from dsv41.models.vision import SpanEmbeds, abstract_vision_params, check_images
 
 __all__ = [
     "CAPTURES",
@@ -11,11 +12,14 @@ __all__ = [
     "ForcedChoices",
     "Model",
     "Params",
+    "SpanEmbeds",
     "abstract_drafter_params",
     "abstract_params",
+    "abstract_vision_params",
     "batch_bucket",
     "bind",
     "bind_drafter",
+    "check_images",
     "draft",
     "forward",
     "greedy",

@@ -182,21 +182,44 @@ def encode_image(params: Params, image: PreparedImage, config: ModelConfig) -> j
     return projector(params, features, source, _pad(span_types(plan), length), config=config)
 
 
-def embed_images(
-    params: Params | None,
+def check_images(
+    config: ModelConfig,
     ids: Sequence[int] | np.ndarray,
     images: Sequence[PreparedImage],
-    config: ModelConfig,
     *,
+    loaded: bool = True,
     what: str = "tokens",
-) -> SpanEmbeds | None:
-    """Encodes the images of one row whose spans are laid out; None if there are neither images nor image tokens.
+) -> np.ndarray:
+    """Positions int64 [N], ascending, of the image tokens of a row whose spans are laid out.
 
     Raises:
-      DSV41Error: as `check_images`.
+      DSV41Error: there are images, but the model has no vision or it is not `loaded`; there are image tokens, but no
+        images; or the spans do not fit (`place_spans`). The message begins with `what`.
     """
-    positions = check_images(params, ids, images, config, what=what)
-    if not len(positions):
+    if images and (config.vision_config is None or not loaded):
+        missing = "the config has no vision_config" if config.vision_config is None else "vision is not loaded"
+        raise DSV41Error(f"{what}: {len(images)} images, but {missing}")
+    if not images:
+        found = np.flatnonzero(np.asarray(ids) == config.image_token_id)
+        if len(found):
+            raise DSV41Error(
+                f"{what}: position {found[0]} is the image token (id {config.image_token_id}), but no image is given"
+            )
+    return place_spans(ids, images, image_token_id=config.image_token_id, what=what)
+
+
+def embed_images(
+    params: Params, config: ModelConfig, positions: np.ndarray, images: Sequence[PreparedImage]
+) -> SpanEmbeds | None:
+    """Encodes the images of one row; None if there are none.
+
+    Args:
+      params: as `abstract_vision_params`.
+      config: the model's.
+      positions: of the image tokens, as `check_images` returns them.
+      images: in the order of their spans.
+    """
+    if not images:
         return None
     # One image after the other: temporary memory is that of the largest, and equal images are encoded once.
     rows: dict[str, np.ndarray] = {}
@@ -204,29 +227,3 @@ def embed_images(
         if image.content_hash not in rows:
             rows[image.content_hash] = np.asarray(encode_image(params, image, config))[: image.plan.num_tokens]
     return SpanEmbeds(np.concatenate([rows[image.content_hash] for image in images]), positions)
-
-
-def check_images(
-    params: Params | None,
-    ids: Sequence[int] | np.ndarray,
-    images: Sequence[PreparedImage],
-    config: ModelConfig,
-    *,
-    what: str = "tokens",
-) -> np.ndarray:
-    """Positions int64 [N] of the image tokens of a row.
-
-    Raises:
-      DSV41Error: there are images but no vision parameters, image tokens but no images, or the spans do not fit
-        (`place_spans`); the message begins with `what`.
-    """
-    if images and params is None:
-        missing = "the config has no vision_config" if config.vision_config is None else "vision is not loaded"
-        raise DSV41Error(f"{what}: {len(images)} images, but {missing}")
-    if not images:
-        found = np.flatnonzero(np.asarray(ids) == config.image_token_id)
-        if len(found):
-            raise DSV41Error(
-                f"{what}: image token (id {config.image_token_id}) at position {found[0]}, but no image is given"
-            )
-    return place_spans(ids, images, image_token_id=config.image_token_id, what=what)
