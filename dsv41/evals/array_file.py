@@ -10,7 +10,7 @@ import pathlib
 
 import numpy as np
 
-from dsv41.config import DSV41Error
+from dsv41.config.atomic_file import cannot_write, check_target, partial_path, put_in_place
 
 _HEADER_ALIGNMENT = 8
 # What file systems answer that take space only when it is written.
@@ -32,7 +32,7 @@ class ArrayFileWriter:
         """
         self._path = check_target(path)
         self._shape = shape
-        self._partial = self._path.with_name(f".{self._path.name}.{os.getpid()}.partial")
+        self._partial = partial_path(self._path)
         end = 4 * math.prod(shape)
         text = json.dumps({name: {"dtype": "F32", "shape": list(shape), "data_offsets": [0, end]}}).encode()
         text += b" " * (-len(text) % _HEADER_ALIGNMENT)
@@ -42,7 +42,7 @@ class ArrayFileWriter:
         try:
             self._file = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
         except OSError as e:
-            raise self._error(e) from e
+            raise cannot_write(self._path, e) from e
         try:
             self._reserve(self._start + end)
             self._write_at(header, 0)
@@ -57,16 +57,7 @@ class ArrayFileWriter:
         if kind is not None:
             self._discard()
             return
-        try:
-            try:
-                os.fsync(self._file)
-            finally:
-                os.close(self._file)
-            os.replace(self._partial, self._path)
-        except OSError as e:
-            self._partial.unlink(missing_ok=True)
-            raise self._error(e) from e
-        self._sync_directory()
+        put_in_place(self._file, self._path)
 
     def write(self, row: int, step: int, values: np.ndarray) -> None:
         """Puts values [rows, steps, ...] at [row:, step:] of the array."""
@@ -82,7 +73,7 @@ class ArrayFileWriter:
                 os.posix_fallocate(self._file, 0, size)
         except OSError as e:
             if e.errno not in _CANNOT_RESERVE:
-                raise self._error(e) from e
+                raise cannot_write(self._path, e) from e
 
     def _write_at(self, data: bytes | memoryview, offset: int) -> None:
         view = memoryview(data)
@@ -91,32 +82,8 @@ class ArrayFileWriter:
                 written = os.pwrite(self._file, view, offset)
                 view, offset = view[written:], offset + written
         except OSError as e:
-            raise self._error(e) from e
+            raise cannot_write(self._path, e) from e
 
     def _discard(self) -> None:
         os.close(self._file)
         self._partial.unlink(missing_ok=True)
-
-    def _sync_directory(self) -> None:
-        directory = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
-
-    def _error(self, error: OSError) -> DSV41Error:
-        return DSV41Error(f"{self._path}: cannot write the file ({error.strerror or error})")
-
-
-def check_target(path: str | pathlib.Path) -> pathlib.Path:
-    """The path, if a file can be put there as far as that shows without trying.
-
-    Raises:
-      DSV41Error: its directory does not exist, or it is itself a directory.
-    """
-    path = pathlib.Path(path)
-    if not path.parent.is_dir():
-        raise DSV41Error(f"{path}: no such directory {path.parent}")
-    if path.is_dir():
-        raise DSV41Error(f"{path}: is a directory, expected the name of a file")
-    return path
