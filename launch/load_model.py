@@ -60,8 +60,8 @@ class ModelFlags:
         """
         return load_tokenizer(self.checkpoint)
 
-    def load(self) -> tuple[Model, float]:
-        """The model, and the seconds that loading took."""
+    def load(self, *, vision: bool = False) -> tuple[Model, float]:
+        """The model, with its vision tower or without, and the seconds that loading took."""
         started = time.perf_counter()
         try:
             jax.devices()
@@ -75,6 +75,7 @@ class ModelFlags:
             model = dsv41.load(
                 self.checkpoint,
                 overrides=overrides(self._values.set),
+                vision=vision,
                 progress=lambda done, total, _: bar.update(task, completed=done, total=total),
             )
         return model, time.perf_counter() - started

@@ -2,11 +2,16 @@
 
     python -m launch.score --checkpoint=DIR --tokens=FILE.safetensors --out=FILE.safetensors
     python -m launch.score --tokens=FILE.safetensors --out=FILE.safetensors --logprobs_only --decode_from=40 --json
+    python -m launch.score --tokens=ROW.safetensors --image=A.png --image=B.jpg --out=FILE.safetensors
 
 --tokens holds `tokens`, int32 or int64 [B, T], no padding. --out will hold float32 `logits` [B, T, V], or with
 --logprobs_only float32 `logprobs` [B, T-1]: the log-probability of token t + 1 given tokens 0 to t. It is written
 beside its final place and put there when it is complete. The perplexity is exp of the mean of minus those
 log-probabilities.
+
+With --image, the tokens are one row in which every image has its whole span of image tokens already, in the order of
+the flags: start, rows of patches each with a newline, end; a span of another length than the image's grid needs is
+refused. Image tokens without --image are refused too.
 
 How the tokens are cut into steps (--chunk, --decode_from) changes speed and memory, not what is computed. With --json,
 stdout is exactly one JSON object with perplexity and mean_logprob (null if T is 1), predictions, out, array, shape and
@@ -22,10 +27,12 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from dsv41.config import DSV41Error
+from dsv41.config import DSV41Error, ModelConfig
 from dsv41.evals import CHUNK, ArrayFileWriter, check_target, check_tokens, read_tokens, score_tokens
-from dsv41.models import Model
+from dsv41.images import PreparedImage
+from dsv41.models import Model, check_images
 from launch.cli import new_flags, run
+from launch.images import ImageFlags
 from launch.load_model import ModelFlags, progress_bar
 
 FLAGS = new_flags()
@@ -41,10 +48,13 @@ _DECODE_FROM = flags.DEFINE_integer(
 _LOGPROBS_ONLY = flags.DEFINE_bool(
     "logprobs_only", False, "Write log-probabilities of the tokens instead of logits.", flag_values=FLAGS
 )
+_IMAGES = ImageFlags(FLAGS, "Its span of image tokens lies in the one row of --tokens.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object instead of text.", flag_values=FLAGS)
 
 
-def _score_to_file(model: Model, tokens: np.ndarray) -> tuple[str, tuple[int, ...], float | None]:
+def _score_to_file(
+    model: Model, tokens: np.ndarray, images: list[list[PreparedImage]]
+) -> tuple[str, tuple[int, ...], float | None]:
     """Writes the file; returns the array's name and shape and the mean log-probability."""
     rows, length = tokens.shape
     if _LOGPROBS_ONLY.value:
@@ -53,7 +63,12 @@ def _score_to_file(model: Model, tokens: np.ndarray) -> tuple[str, tuple[int, ..
         name, shape = "logits", (rows, length, model.config.text_config.vocab_size)
     total = 0.0
     pieces = score_tokens(
-        model, tokens, chunk=_CHUNK.value, decode_from=_DECODE_FROM.value, with_logits=not _LOGPROBS_ONLY.value
+        model,
+        tokens,
+        chunk=_CHUNK.value,
+        decode_from=_DECODE_FROM.value,
+        with_logits=not _LOGPROBS_ONLY.value,
+        images=images,
     )
     with ArrayFileWriter(_OUT.value, name, shape) as file, progress_bar(FLAGS.verbose) as bar:
         task = bar.add_task("tokens", total=tokens.size)
@@ -82,18 +97,30 @@ def _print(report: dict[str, Any]) -> None:
     print(f"{report['out']}: {report['array']} {report['shape']}", file=sys.stderr)
 
 
+def _images(config: ModelConfig, tokens: np.ndarray) -> list[list[PreparedImage]]:
+    """The images of each row."""
+    if _IMAGES.given and len(tokens) > 1:
+        raise DSV41Error(f"{_TOKENS.value}: --image needs one row of tokens, got {len(tokens)}")
+    images = [_IMAGES.read(config) if i == 0 else [] for i in range(len(tokens))]
+    for i, (row, own) in enumerate(zip(tokens, images, strict=True)):
+        check_images(config, row, own, what=f"{_TOKENS.value}: row {i}")
+    return images
+
+
 def main() -> None:
     for name in ("tokens", "out"):
         if FLAGS[name].value is None:
             raise DSV41Error(f"--{name}=FILE.safetensors is required")
     check_target(_OUT.value)
     tokens = read_tokens(_TOKENS.value)
-    check_tokens(_MODEL.config(), tokens, chunk=_CHUNK.value, decode_from=_DECODE_FROM.value)
+    config = _MODEL.config()
+    check_tokens(config, tokens, chunk=_CHUNK.value, decode_from=_DECODE_FROM.value)
     if _LOGPROBS_ONLY.value and tokens.shape[1] < 2:
         raise DSV41Error(f"{_TOKENS.value}: --logprobs_only needs two tokens a row or more, got 1")
-    model, load_s = _MODEL.load()
+    images = _images(config, tokens)
+    model, load_s = _MODEL.load(vision=_IMAGES.given)
     started = time.perf_counter()
-    name, shape, mean = _score_to_file(model, tokens)
+    name, shape, mean = _score_to_file(model, tokens, images)
     report = {
         "perplexity": _perplexity(mean),
         "mean_logprob": mean,

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 import jax
+import ml_dtypes
 import numpy as np
 
 from dsv41.cache import CacheLayout, ForwardBatch, KVCache
-from dsv41.models import Model, batch_bucket
+from dsv41.models import Model, SpanEmbeds, batch_bucket
 
 Shape = tuple[int, int]  # rows B, new tokens T
 
 
-def step_batch(model: Model, shape: Shape, rows: Mapping[int, tuple[np.ndarray, np.ndarray]]) -> ForwardBatch:
+def step_batch(
+    model: Model,
+    shape: Shape,
+    rows: Mapping[int, tuple[np.ndarray, np.ndarray]],
+    images: Mapping[int, SpanEmbeds | None] | None = None,
+) -> ForwardBatch:
     """A step in which row i, which uses cache slot i, gets new tokens; all other rows are padding.
 
     A batch that kept only its live rows would change its shape, and be compiled again, each time a row ends.
@@ -22,10 +29,15 @@ def step_batch(model: Model, shape: Shape, rows: Mapping[int, tuple[np.ndarray, 
       model: hashes the tokens and reads their Engram rows.
       shape: (B, T) of the batch.
       rows: row -> (new token ids, at most T; ids of the same sequence that the cache holds already).
+      images: row -> what stands for its image tokens; rows without images may be absent.
     """
     index = list(rows)
     batch = model.make_batch(
-        [new for new, _ in rows.values()], [past for _, past in rows.values()], slots=index, padded=False
+        [new for new, _ in rows.values()],
+        [past for _, past in rows.values()],
+        slots=index,
+        images=[images.get(i) for i in index] if images else None,
+        padded=False,
     )
 
     def place(x: np.ndarray) -> np.ndarray:
@@ -39,15 +51,23 @@ def step_batch(model: Model, shape: Shape, rows: Mapping[int, tuple[np.ndarray, 
     return jax.tree.map(place, batch)
 
 
-def idle_batch(model: Model, shape: Shape) -> ForwardBatch:
-    """A step of padding rows only: it leaves the cache as it is, but has to be compiled like any other."""
+def idle_batch(model: Model, shape: Shape, *, with_images: bool = False) -> ForwardBatch:
+    """A step of padding rows only: it leaves the cache as it is, but has to be compiled like any other.
+
+    A step in which some row has an image is another program than one without.
+    """
     one = np.zeros(1, np.int64)
-    return jax.tree.map(np.zeros_like, step_batch(model, shape, {0: (one, one[:0])}))
+    batch = jax.tree.map(np.zeros_like, step_batch(model, shape, {0: (one, one[:0])}))
+    if not with_images:
+        return batch
+    width = model.config.text_config.hidden_size
+    return dataclasses.replace(batch, image_embeds=np.zeros((*shape, width), ml_dtypes.bfloat16))
 
 
-def init_run_cache(model: Model, sequences: int, tokens: int) -> KVCache:
+def init_run_cache(model: Model, sequences: int, tokens: int, *, draft_tokens: int = 0) -> KVCache:
     """A cache for `tokens` tokens a sequence, in a power of two of pages: few sizes mean few compiled programs."""
     text = model.config.text_config
     page = CacheLayout.from_config(text).page_tokens
     capacity = batch_bucket(-(-tokens // page)) * page
-    return model.init_cache(batch_bucket(sequences), min(capacity, text.max_position_embeddings))
+    capacity = min(capacity, text.max_position_embeddings)
+    return model.init_cache(batch_bucket(sequences), capacity, draft_tokens=draft_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from dsv41.config import DSV41Error, ModelConfig
 from dsv41.engine import init_run_cache, step_batch
+from dsv41.images import PreparedImage
 from dsv41.models import Model, batch_bucket, token_bucket
 
 CHUNK = 512
@@ -85,6 +86,18 @@ def check_tokens(
         raise DSV41Error(f"decode_from: expected a position in [0, {length}), got {decode_from}")
 
 
+def _check_images(
+    model: Model, tokens: np.ndarray, images: Sequence[Sequence[PreparedImage]] | None
+) -> list[Sequence[PreparedImage]]:
+    """The images of each row."""
+    each = [()] * len(tokens) if images is None else list(images)
+    if len(each) != len(tokens):
+        raise DSV41Error(f"images: expected a list for each of {len(tokens)} rows, got {len(each)}")
+    for i, (row, own) in enumerate(zip(tokens, each, strict=True)):
+        model.check_images(row, own, what=f"row {i}")
+    return each
+
+
 def _steps(length: int, chunk: int, decode_from: int | None) -> list[tuple[int, int]]:
     """The positions [begin, end) of each step."""
     prefill = length if decode_from is None else decode_from
@@ -112,6 +125,7 @@ def score_tokens(
     chunk: int = CHUNK,
     decode_from: int | None = None,
     with_logits: bool = True,
+    images: Sequence[Sequence[PreparedImage]] | None = None,
 ) -> Iterator[Piece]:
     """Scores every position of every row; rows are independent of each other.
 
@@ -121,25 +135,28 @@ def score_tokens(
       chunk: tokens a row forwards in one step.
       decode_from: position from which on a step forwards one token.
       with_logits: whether the pieces carry logits.
+      images: for each row, its images in the order of their spans, which are laid out in `tokens`.
 
     Yields:
       One piece a step and group of rows: a group's steps in order, then the next group.
 
     Raises:
-      DSV41Error: as `check_tokens`.
+      DSV41Error: as `check_tokens`; image tokens without images, or images that do not fit (`Model.check_images`).
     """
     check_tokens(model.config, tokens, chunk=chunk, decode_from=decode_from)
     tokens = tokens.astype(np.int64)
+    images = _check_images(model, tokens, images)
     length, vocab = tokens.shape[1], model.config.text_config.vocab_size
     steps = _steps(length, chunk, decode_from)
     widest = token_bucket(max(end - begin for begin, end in steps))
     group = rows_at_once(len(tokens), widest, vocab)
     for row in range(0, len(tokens), group):
         rows = tokens[row : row + group]
+        embeds = {i: model.embed_images(r, images[row + i]) for i, r in enumerate(rows) if images[row + i]}
         cache = init_run_cache(model, group, length)
         for begin, end in steps:
             shape = (group, 1 if end - begin == 1 else widest)
-            batch = step_batch(model, shape, {i: (r[begin:end], r[:begin]) for i, r in enumerate(rows)})
+            batch = step_batch(model, shape, {i: (r[begin:end], r[:begin]) for i, r in enumerate(rows)}, embeds)
             logits, cache, _ = model.forward(batch, cache, logits="all")
             targets = np.zeros(shape, np.int32)
             following = rows[:, begin + 1 : end + 1]
