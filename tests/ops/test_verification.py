@@ -225,14 +225,16 @@ def test_draft_that_its_law_cannot_give_ends_the_block(rule, row):
 
 @both_rules
 @pytest.mark.parametrize("bad", [0, 1, 2])
-def test_target_without_a_distribution_is_refused_where_it_is_reached(rule, bad):
+@pytest.mark.parametrize("drafts", [[0, 1], [1, 1], [1, 2]])
+def test_target_without_a_distribution_is_refused_where_it_is_reached(rule, bad, drafts):
+    """Whether the drafts before it are certain to stand or not."""
     target = P.copy()
     target[bad] = NAN
-    _, m, law = verify_one(target, Q, [0, 1], 2, rule)
+    _, m, law = verify_one(target, Q, drafts, 2, rule)
     assert m == bad and np.isnan(law).all()
     assert not has_distribution(law[None])[0]
     # Behind the end of what is verified it harms nothing.
-    _, m, law = verify_one(target, Q, [0, 1], max(bad - 1, 0), rule)
+    _, m, law = verify_one(target, Q, drafts, max(bad - 1, 0), rule)
     assert m == max(bad - 1, 0) and np.isnan(law).any() == (bad == 0)
 
 
