@@ -24,11 +24,19 @@ import warnings
 import ml_dtypes
 import numpy as np
 from PIL import Image, ImageOps
+from PIL.BmpImagePlugin import BmpImageFile
+from PIL.GifImagePlugin import GifImageFile
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import TiffImageFile
+from PIL.WebPImagePlugin import WebPImageFile
 
 from dsv41.config import DSV41Error, VisionConfig
 from dsv41.images.plan import ImagePlan, plan_image
 
-FORMATS = ("BMP", "GIF", "JPEG", "MPO", "PNG", "TIFF", "WEBP")
+# Importing a decoder registers it; others, some of which start programs, stay out.
+_DECODERS = (BmpImageFile, GifImageFile, JpegImageFile, PngImageFile, TiffImageFile, WebPImageFile)
+FORMATS = tuple(decoder.format for decoder in _DECODERS)
 # A picture of so many pixels takes a quarter GiB when it is decoded; Pillow warns from the same number on.
 MAX_PIXELS = 89_478_485
 # As if they were stored with 16 bits, four channels and no compression.
