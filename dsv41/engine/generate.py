@@ -1,135 +1,25 @@
-"""Text generation for a fixed batch of requests: chunked prefill and decode in one loop over the model's forward."""
+"""Text generation for a fixed batch of requests: chunked prefill, then plain or speculative decoding."""
 
 from __future__ import annotations
 
-import dataclasses
 import time
-import weakref
 from collections.abc import Callable, Sequence
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from dsv41.cache import KVCache, cache_bytes
 from dsv41.config import DSV41Error, ModelConfig
-from dsv41.engine.step_batch import Shape, idle_batch, init_run_cache, step_batch
-from dsv41.models import Model, token_bucket
-from dsv41.ops.sampling import NO_TOKEN, SamplingArrays, SamplingParams, sample, sampling_arrays, step_keys
+from dsv41.engine.plain_batch import GREEDY, PlainBatch
+from dsv41.engine.request import CacheSizes, GenerationResult, Request
+from dsv41.engine.speculation import Speculation, check_drafter
+from dsv41.engine.speculative_batch import SpeculativeBatch
+from dsv41.engine.step_batch import init_run_cache
+from dsv41.models import Model
+from dsv41.ops.sampling import SamplingParams
 
 PREFILL_CHUNK = 512
-GREEDY = SamplingParams(temperature=0)
 
 OnToken = Callable[[int, int], None]
 OnPrefill = Callable[[int, int], None]
-
-# Step shapes that a model has run, so that only the first run of each counts as compilation.
-_WARM: weakref.WeakKeyDictionary[Model, set[tuple]] = weakref.WeakKeyDictionary()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Timings:
-    """Wall-clock seconds of one request.
-
-    Attributes:
-      compile_s: before any request started, spent on the cache and on running every step shape once without tokens;
-        next to nothing if the process has run these shapes before. Shared by the requests of a batch.
-      prefill_s: from then to the request's first token.
-      decode_s: from the first token to the last.
-      prompt_tokens, new_tokens: what the rates are taken over.
-    """
-
-    compile_s: float
-    prefill_s: float
-    decode_s: float
-    prompt_tokens: int
-    new_tokens: int
-
-    @property
-    def prefill_tokens_per_s(self) -> float:
-        return self.prompt_tokens / self.prefill_s
-
-    @property
-    def decode_tokens_per_s(self) -> float | None:
-        """Tokens after the first one a second; None if there is only one."""
-        return (self.new_tokens - 1) / self.decode_s if self.new_tokens > 1 else None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerationResult:
-    """What became of one request.
-
-    Attributes:
-      token_ids: the new tokens. One that ended the request is the last of them, but no part of its text.
-      finish_reason: "stop" if the last token is a stop id, "length" if max_new_tokens were drawn.
-      prompt_tokens: length of the prompt.
-      timings: of this request.
-      kv_bytes_per_token: size of the cache's page arrays over the tokens they have room for.
-      window_bytes: size of the window arrays over the sequences they have room for.
-    """
-
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    prompt_tokens: int
-    timings: Timings
-    kv_bytes_per_token: float
-    window_bytes: int
-
-    @property
-    def text_ids(self) -> tuple[int, ...]:
-        """The tokens whose text is the answer: without the stop token."""
-        return self.token_ids[:-1] if self.finish_reason == "stop" else self.token_ids
-
-
-class _Request:
-    """Host side of one request: ids known so far, and how many of them are in the cache."""
-
-    def __init__(self, prompt: np.ndarray, max_new_tokens: int):
-        self.prompt_tokens = len(prompt)
-        self._ids = np.concatenate([prompt, np.zeros(max_new_tokens, np.int64)])
-        self._known = len(prompt)
-        self._committed = 0
-        self.finish_reason: str | None = None
-        self.first_token_at = self.last_token_at = 0.0
-
-    @property
-    def new_tokens(self) -> int:
-        return self._known - self.prompt_tokens
-
-    @property
-    def waiting(self) -> int:
-        """Known tokens that the cache lacks."""
-        return self._known - self._committed
-
-    @property
-    def prefilled(self) -> int:
-        return min(self._committed, self.prompt_tokens)
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return tuple(self._ids[self.prompt_tokens : self._known].tolist())
-
-    def take(self, limit: int) -> tuple[np.ndarray, np.ndarray]:
-        """The next up to `limit` tokens to forward and those before them; the former count as committed."""
-        before, self._committed = self._committed, min(self._committed + limit, self._known)
-        return self._ids[before : self._committed], self._ids[:before]
-
-    def append(self, token: int, now: float, stop: frozenset[int]) -> None:
-        self._ids[self._known] = token
-        self._known += 1
-        if self.new_tokens == 1:
-            self.first_token_at = now
-        self.last_token_at = now
-        if token in stop:
-            self.finish_reason = "stop"
-        elif self._known == len(self._ids):
-            self.finish_reason = "length"
-
-
-@jax.jit
-def _draw(logits: jax.Array, params: SamplingArrays, step: jax.Array) -> jax.Array:
-    """Logits float32 [B, 1, V] and int32 [B] tokens drawn before -> int32 [B]."""
-    return sample(logits[:, 0], step_keys(params.seed, step), params)
 
 
 def _check_ids(ids: Sequence[int], vocab_size: int, what: str) -> np.ndarray:
@@ -185,58 +75,6 @@ def _check_options(
     return each, frozenset(_check_ids(stop, model.config.text_config.vocab_size, "stop_ids").tolist())
 
 
-def _warm_up(model: Model, cache: KVCache, shapes: Sequence[Shape], params: SamplingArrays) -> KVCache:
-    """Runs each step shape that this model has not run yet once, without tokens."""
-    seen = _WARM.setdefault(model, set())
-    for shape in shapes:
-        key = (shape, cache.page_table.shape)
-        if key not in seen:
-            logits, cache, _ = model.forward(idle_batch(model, shape), cache)
-            jax.block_until_ready(_draw(logits, params, np.zeros(shape[0], np.int32)))
-            seen.add(key)
-    return cache
-
-
-class _Batch:
-    """The loop over steps. Row i is request i throughout; a finished row is padding."""
-
-    def __init__(
-        self, model: Model, requests: list[_Request], sampling: list[SamplingParams], chunk: int, cache: KVCache
-    ):
-        self._model, self._requests, self._chunk, self._cache = model, requests, chunk, cache
-        rows = cache.num_slots
-        padding = [GREEDY] * (rows - len(sampling))
-        self._params = jax.tree.map(jnp.asarray, sampling_arrays([*sampling, *padding]))
-        self._prefill_shape, self._decode_shape = (rows, token_bucket(chunk)), (rows, 1)
-
-    @property
-    def shapes(self) -> tuple[Shape, ...]:
-        return tuple(dict.fromkeys((self._prefill_shape, self._decode_shape)))
-
-    def warm_up(self) -> None:
-        self._cache = _warm_up(self._model, self._cache, self.shapes, self._params)
-
-    def step(self) -> list[tuple[int, int]]:
-        """Forwards every live row by one chunk; returns (row, drawn id) of rows whose known tokens are all in."""
-        live = {i: r for i, r in enumerate(self._requests) if r.finish_reason is None}
-        prefill = any(r.waiting > 1 for r in live.values())
-        shape = self._prefill_shape if prefill else self._decode_shape
-        batch = step_batch(self._model, shape, {i: r.take(self._chunk) for i, r in live.items()})
-        logits, self._cache, _ = self._model.forward(batch, self._cache)
-        ready = [i for i, r in live.items() if not r.waiting]
-        if not ready:
-            return []
-        drawn = np.zeros(shape[0], np.int32)
-        drawn[list(live)] = [r.new_tokens for r in live.values()]
-        ids = jax.device_get(_draw(logits, self._params, drawn))
-        for i in ready:
-            if ids[i] == NO_TOKEN:
-                raise DSV41Error(
-                    f"prompt {i}, new token {drawn[i]}: the model's logits hold NaN or infinity, nothing can be drawn"
-                )
-        return [(i, int(ids[i])) for i in ready]
-
-
 def generate(
     model: Model,
     prompts: Sequence[Sequence[int]],
@@ -245,6 +83,7 @@ def generate(
     sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
     stop_ids: Sequence[int] | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
+    speculate: Speculation | None = None,
     on_token: OnToken | None = None,
     on_prefill: OnPrefill | None = None,
 ) -> list[GenerationResult]:
@@ -254,6 +93,11 @@ def generate(
     other row. Two step shapes are compiled, whatever the lengths; memory depends on the chunk, not on the prompts. What
     a request draws depends on its logits, its sampling parameters and its seed, not on the other rows.
 
+    With `speculate` a step behind the prompts is a round: the drafter proposes tokens, the model verifies them. At
+    temperature 0 the same tokens come out, above it tokens of the same law. A schedule that looks at the whole batch
+    lets the other rows decide how many drafts of a request are verified, and so which of the equally likely draws come
+    out.
+
     Args:
       model: the model.
       prompts: token ids of each request, used exactly as given.
@@ -261,6 +105,7 @@ def generate(
       sampling: for all requests, or one for each.
       stop_ids: drawing one of them ends a request; it stays the last of its token_ids. None: the config's eos_token_id.
       prefill_chunk: prompt tokens a row forwards in one step.
+      speculate: how to speculate; None: plain decoding.
       on_token: called with (request, token id) for every new token, stop tokens included.
       on_prefill: called with (prompt tokens forwarded, prompt tokens in all) after steps that forwarded some.
 
@@ -271,37 +116,28 @@ def generate(
     """
     checked = check_prompts(model.config, prompts, max_new_tokens)
     each, stop = _check_options(model, len(checked), sampling, stop_ids, prefill_chunk)
+    drafts = 0 if speculate is None else speculate.drafts(model.config)
+    if drafts:
+        check_drafter(model)
     called = time.perf_counter()
-    requests = [_Request(ids, max_new_tokens) for ids in checked]
+    requests = [Request(ids, max_new_tokens) for ids in checked]
     longest = max(r.prompt_tokens for r in requests)
-    cache = init_run_cache(model, len(requests), longest + max_new_tokens)
-    sizes = cache_bytes(cache)
-    batch = _Batch(model, requests, each, min(prefill_chunk, longest), cache)
+    cache = init_run_cache(model, len(requests), longest + max_new_tokens, draft_tokens=drafts)
+    sizes = CacheSizes.of(cache)
+    arguments = (model, requests, each, min(prefill_chunk, longest), cache)
+    batch = SpeculativeBatch(*arguments, speculation=speculate, stop_ids=stop) if drafts else PlainBatch(*arguments)
     batch.warm_up()
     started = time.perf_counter()
     _run(batch, requests, stop, on_token, on_prefill)
-    return [
-        GenerationResult(
-            token_ids=r.token_ids,
-            finish_reason=r.finish_reason,
-            prompt_tokens=r.prompt_tokens,
-            timings=Timings(
-                compile_s=started - called,
-                prefill_s=r.first_token_at - started,
-                decode_s=r.last_token_at - r.first_token_at,
-                prompt_tokens=r.prompt_tokens,
-                new_tokens=r.new_tokens,
-            ),
-            kv_bytes_per_token=(sizes["main"] + sizes["index"]) / (cache.num_slots * cache.max_tokens),
-            window_bytes=sizes["window"] // cache.num_slots,
-        )
-        for r in requests
-    ]
+    if drafts:
+        for request, record in zip(requests, batch.records(), strict=True):
+            request.speculation = record
+    return [r.result(started=started, compile_s=started - called, sizes=sizes) for r in requests]
 
 
 def _run(
-    batch: _Batch,
-    requests: list[_Request],
+    batch: PlainBatch,
+    requests: list[Request],
     stop: frozenset[int],
     on_token: OnToken | None,
     on_prefill: OnPrefill | None,

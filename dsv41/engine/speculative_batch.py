@@ -1,0 +1,152 @@
+"""Speculative decoding of a fixed batch of requests: chunked prefill, then rounds of draft and verify."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv41.cache import ForwardBatch, KVCache
+from dsv41.engine.plain_batch import PlainBatch
+from dsv41.engine.request import Request
+from dsv41.engine.speculation import Speculation, SpeculationRecord
+from dsv41.engine.speculative_step import (
+    RoundInputs,
+    RoundOutput,
+    VerifySchedule,
+    compiled_prefill,
+    compiled_round,
+    request_state,
+    verify_widths,
+)
+from dsv41.models import Model
+from dsv41.ops.sampling import SamplingParams
+from dsv41.ops.verify_schedule import BudgetHistory
+
+# Rounds in flight: the host reads a round's tokens while the device runs the next one.
+_IN_FLIGHT = 2
+
+
+class SpeculativeBatch(PlainBatch):
+    """Prompts first, all of them; then every round gives each live request one token or more."""
+
+    def __init__(
+        self,
+        model: Model,
+        requests: list[Request],
+        sampling: list[SamplingParams],
+        chunk: int,
+        cache: KVCache,
+        *,
+        speculation: Speculation,
+        stop_ids: frozenset[int],
+    ):
+        super().__init__(model, requests, sampling, chunk, cache)
+        text = model.config.text_config
+        self._speculation, self._drafts = speculation, speculation.drafts(model.config)
+        self._look_back = text.engram_max_ngram_size - 1 if text.engram_layer_ids else 0
+        block = text.dspark_block_size
+        temperatures = speculation.temperatures
+        rates = None if speculation.throughput is None else speculation.throughput.dense(self._rows)
+        self._rates = rates
+        self._inputs = RoundInputs(
+            sampling=self._params,
+            stop_ids=jnp.asarray(sorted(stop_ids) or [-1], jnp.int32),
+            temperatures=jnp.ones(block) if temperatures is None else jnp.asarray(temperatures.values, jnp.float32),
+            budget=jnp.int32(0),
+            steps_per_second=None if rates is None else jnp.asarray(rates, jnp.float32),
+        )
+        budget = speculation.schedule is VerifySchedule.BUDGET
+        self._widths = verify_widths(self._drafts) if budget else (self._drafts + 1,)
+        # What is on record when a round is launched is older than the one in flight: two rounds old.
+        self._history = BudgetHistory(self._rows, block, lag=_IN_FLIGHT - 1)
+        for row in range(len(requests)):
+            self._history.begin(row)
+        self._state = None
+        self._flying: collections.deque[tuple[RoundOutput, np.ndarray]] = collections.deque()
+        self._rounds: list[list[tuple]] = [[] for _ in requests]
+        self._block = block
+
+    def shapes(self):
+        return (self._prefill_shape,)
+
+    def warm_up(self) -> None:
+        super().warm_up()
+        idle = request_state([], [], self._rows, self._look_back)
+        for width in self._widths:
+            if self._is_new("round", width, self._speculation.rule, self._speculation.schedule):
+                _, output = self._run_round(jax.tree.map(jnp.asarray, idle), width, self._inputs)
+                jax.block_until_ready(output)
+
+    def _forward(self, batch: ForwardBatch) -> jax.Array:
+        m = self._model
+        batch = jax.tree.map(jnp.asarray, batch)
+        logits, self._cache = compiled_prefill()(m.params, m.drafter, batch, self._cache, config=m.config)
+        return logits
+
+    def _run_round(self, state, width: int, inputs: RoundInputs):
+        m, speculation = self._model, self._speculation
+        state, self._cache, output = compiled_round()(
+            m.params, m.drafter, state, self._cache, inputs, m.step_lookup,
+            config=m.config, rule=speculation.rule, schedule=speculation.schedule, width=width,
+        )  # fmt: skip
+        return state, output
+
+    def step(self) -> list[tuple[int, int]]:
+        """A chunk of every prompt that is not in yet, or else a round; returns (row, id) of new tokens in order."""
+        live = self.live()
+        prompts = {i: r for i, r in live.items() if not r.new_tokens}
+        if prompts:
+            return self._forward_known(prompts)
+        if self._state is None:
+            known = [r.ids for r in self._requests]
+            remaining = [r.remaining for r in self._requests]
+            state = request_state(known, remaining, self._rows, self._look_back)
+            self._state = jax.tree.map(jnp.asarray, state)
+        while len(self._flying) < _IN_FLIGHT and any(r.remaining > len(self._flying) for r in live.values()):
+            self._start_round(live)
+        output, stamp = self._flying.popleft()
+        return self._finish_round(jax.device_get(output), stamp)
+
+    def _start_round(self, live: dict[int, Request]) -> None:
+        inputs, width = self._inputs, self._widths[-1]
+        for row in set(range(len(self._requests))) - set(live):
+            self._history.release(row)
+        if self._speculation.schedule is VerifySchedule.BUDGET:
+            # A round in flight gives a request at least one token, which cannot be drafted any more.
+            caps = np.zeros(self._rows, np.int32)
+            for i, r in live.items():
+                caps[i] = max(min(r.remaining - len(self._flying) - 1, self._drafts), 0)
+            budget = self._history.budget(caps, self._rates)
+            inputs = dataclasses.replace(inputs, budget=jnp.int32(budget))
+            width = next(w for w in self._widths if w > min(budget, self._drafts))
+        self._state, output = self._run_round(self._state, width, inputs)
+        self._flying.append((output, self._history.stamp()))
+
+    def _finish_round(self, output: RoundOutput, stamp: np.ndarray) -> list[tuple[int, int]]:
+        self._history.record(output.survival, stamp)
+        tokens = []
+        for i, request in self.live().items():
+            count = int(output.count[i])
+            if not count:
+                continue
+            self._rounds[i].append((output.confidence[i], output.verified[i], output.accepted[i], count))
+            first = request.new_tokens
+            tokens += [(i, self._checked(i, int(t), first + k)) for k, t in enumerate(output.tokens[i, :count])]
+        return tokens
+
+    def records(self) -> list[SpeculationRecord]:
+        """The rounds of each request."""
+        return [self._record(rounds) for rounds in self._rounds]
+
+    def _record(self, rounds: list[tuple]) -> SpeculationRecord:
+        confidence, verified, accepted, emitted = zip(*rounds, strict=True) if rounds else ((), (), (), ())
+        return SpeculationRecord(
+            confidence=np.array(confidence, np.float32).reshape(-1, self._block),
+            verified=np.array(verified, np.int32),
+            accepted=np.array(accepted, np.int32),
+            emitted=np.array(emitted, np.int32),
+        )

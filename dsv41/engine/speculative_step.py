@@ -1,0 +1,280 @@
+"""One compiled round of speculative decoding: draft, verify, accept, commit (dspark.md sections 6 to 8).
+
+Axis letters: B requests (rows), K drafts of a block, T tokens of the verify step, V vocabulary.
+
+A round keeps nothing of a rejected draft: everything is addressed by position and hidden by the committed length, so
+that the next round starts at a smaller position than this one wrote to, and overwrites.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv41.cache import ForwardBatch, KVCache
+from dsv41.config import ModelConfig
+from dsv41.engram_store import StepLookup
+from dsv41.models import Draft, Params, bind_drafter, draft, forward
+from dsv41.ops import verification
+from dsv41.ops.sampling import SamplingArrays, draw, filtered_logprobs, round_keys
+from dsv41.ops.verification import AcceptanceRule
+from dsv41.ops.verify_schedule import admit_top, admit_while_improving, survival
+from pallas_kernels.fixed_order import compiler_options
+
+
+class VerifySchedule(enum.Enum):
+    """How many drafts of each request a round verifies (dspark.md section 7).
+
+    ALL: as many as there are. BUDGET: a number for the whole batch, chosen from older confidences, given to the drafts
+    most likely to be reached by the current ones. GREEDY: Algorithm 1, from current confidences alone. None of them
+    looks at a draft, or at what follows it, to decide whether to verify it, so that none changes what is generated.
+    """
+
+    ALL = "all"
+    BUDGET = "budget"
+    GREEDY = "greedy"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RequestState:
+    """Where every request of a batch stands; stays on the device from round to round."""
+
+    anchor: jax.Array  # int32 [B] newest token, known but not in the cache
+    start: jax.Array  # int32 [B] its position = committed length
+    history: jax.Array  # int32 [B, N - 1] committed tokens before it, newest last, -1 before the sequence start
+    round: jax.Array  # int32 [B] rounds begun
+    remaining: jax.Array  # int32 [B] tokens the request may still get; 0: finished or not in use
+    slot: jax.Array  # int32 [B] cache slot
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RoundOutput:
+    """What a round did; rows that were not in use have zeros."""
+
+    tokens: jax.Array  # int32 [B, T] new tokens, -1 behind the last
+    count: jax.Array  # int32 [B] how many
+    verified: jax.Array  # int32 [B] drafts verified
+    accepted: jax.Array  # int32 [B] drafts accepted, before a stop id or the length limit cut them
+    confidence: jax.Array  # float32 [B, K] raw confidence logits
+    survival: jax.Array  # float32 [B, K] calibrated probability that drafts 1 to k are all accepted
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RoundInputs:
+    """What the host decides about a round."""
+
+    sampling: SamplingArrays
+    stop_ids: jax.Array  # int32 [S], -1 unused
+    temperatures: jax.Array  # float32 [K] of the confidences
+    budget: jax.Array  # int32 [] drafts of the whole batch, for BUDGET
+    steps_per_second: jax.Array | None  # float32 [N] by tokens of the batch, for GREEDY
+    forced_drafts: jax.Array | None = None  # int32 [B, K] to verify instead of drawing drafts
+
+
+def request_state(
+    ids: Sequence[np.ndarray], remaining: Sequence[int], rows: int, look_back: int, slots: Sequence[int] | None = None
+) -> RequestState:
+    """The state of requests of which all tokens but the last are committed (numpy arrays).
+
+    Args:
+      ids: all known tokens of each request.
+      remaining: new tokens each may still get; 0 for one that has finished.
+      rows: B; rows beyond the requests are not in use.
+      look_back: committed tokens that enter the Engram hash of a new one.
+      slots: cache slot of each; None: 0, 1, ...
+    """
+    used = len(ids)
+    state = RequestState(
+        anchor=np.zeros(rows, np.int32),
+        start=np.zeros(rows, np.int32),
+        history=np.full((rows, look_back), -1, np.int32),
+        round=np.zeros(rows, np.int32),
+        remaining=np.zeros(rows, np.int32),
+        slot=np.arange(rows, dtype=np.int32),
+    )
+    state.remaining[:used] = remaining
+    if slots is not None:
+        state.slot[:used] = slots
+    for i, known in enumerate(ids):
+        state.anchor[i], state.start[i] = known[-1], len(known) - 1
+        tail = known[max(len(known) - 1 - look_back, 0) : -1]
+        state.history[i, look_back - len(tail) :] = tail
+    return state
+
+
+def verify_widths(draft_tokens: int) -> tuple[int, ...]:
+    """Tokens a row for which a round is compiled: 1, 2, 4, ... and `draft_tokens` + 1."""
+    powers = (1 << i for i in range(draft_tokens.bit_length() + 1))
+    return (*(p for p in powers if p <= draft_tokens), draft_tokens + 1)
+
+
+def _draw_block(
+    params: Params, drafter: Params, state: RequestState, cache: KVCache, inputs: RoundInputs, config: ModelConfig
+) -> tuple[Draft, jax.Array]:
+    """The draft, and the log probabilities float32 [B, K, V] that its tokens were drawn with."""
+    laws = []
+    certain = jnp.all(inputs.sampling.temperature == 0)
+
+    def draw_one(k: int, logits: jax.Array) -> jax.Array:
+        if inputs.forced_drafts is not None:
+            forced = inputs.forced_drafts[:, k]
+            laws.append(jnp.where(jax.nn.one_hot(forced, logits.shape[-1], dtype=bool), 0.0, -jnp.inf))
+            return forced
+        laws.append(filtered_logprobs(logits[:, None], inputs.sampling)[:, 0])
+        token = draw(laws[-1], round_keys(inputs.sampling.seed, state.round, _DRAFTS + k), certain)
+        # Broken logits leave no token; what stands for it is rejected, as its law is NaN.
+        return jnp.maximum(token, 0)
+
+    active = state.remaining > 0
+    block, _ = draft(params, drafter, state.anchor, state.start, state.slot, active, cache, draw_one, config=config)
+    return block, jnp.stack(laws, axis=1)
+
+
+# Purposes of a round's random keys.
+_TESTS, _NEXT, _DRAFTS = 0, 1, 2
+
+
+def _lengths(state: RequestState, survivals: jax.Array, inputs: RoundInputs, schedule: VerifySchedule, limit: int):
+    """int32 [B] drafts to verify."""
+    active = state.remaining > 0
+    # The last token that a request may get is drawn, never drafted.
+    caps = jnp.where(active, jnp.clip(state.remaining - 1, 0, limit), 0)
+    if schedule is VerifySchedule.BUDGET:
+        return admit_top(survivals, caps, inputs.budget)
+    if schedule is VerifySchedule.GREEDY:
+        return admit_while_improving(survivals, caps, inputs.steps_per_second, active)
+    return caps
+
+
+def _verify_batch(
+    state: RequestState, drafts: jax.Array, lengths: jax.Array, lookup: StepLookup | None, config: ModelConfig
+) -> ForwardBatch:
+    """The anchor and the drafts as ordinary new tokens."""
+    tokens = jnp.concatenate([state.anchor[:, None], drafts], axis=1)
+    values, scales = (None, None) if lookup is None else lookup.rows(tokens, state.history)
+    return ForwardBatch(
+        tokens=tokens,
+        num_new=jnp.where(state.remaining > 0, 1 + lengths, 0),
+        start=state.start,
+        slot=state.slot,
+        image_mask=tokens == config.image_token_id,
+        engram_values=values,
+        engram_scales=scales,
+    )
+
+
+def speculative_round(
+    params: Params,
+    drafter: Params,
+    state: RequestState,
+    cache: KVCache,
+    inputs: RoundInputs,
+    lookup: StepLookup | None,
+    *,
+    config: ModelConfig,
+    rule: AcceptanceRule,
+    schedule: VerifySchedule,
+    width: int,
+) -> tuple[RequestState, KVCache, RoundOutput]:
+    """Drafts a block for every request, verifies part of it, and commits what stands.
+
+    Args:
+      params, drafter: of the backbone and of the drafter.
+      state: where the requests stand.
+      cache: with the drafter's rings filled up to each anchor; made with `draft_tokens` of at least width - 1.
+      inputs: what the host decides.
+      lookup: Engram rows of the drafted tokens; None if the model has no Engram.
+      config, rule, schedule: static.
+      width: T, static; at most `dspark_block_size` + 1. A row verifies at most T - 1 drafts.
+
+    Returns:
+      the state and cache after the round, and what it did.
+    """
+    block, draft_laws = _draw_block(params, drafter, state, cache, inputs, config)
+    most = width - 1
+    drafts, draft_laws = block.tokens[:, :most], draft_laws[:, :most]
+    survivals = survival(block.confidence, inputs.temperatures)
+    lengths = _lengths(state, survivals[:, :most], inputs, schedule, most) if most else jnp.zeros_like(state.start)
+    batch = _verify_batch(state, drafts, lengths, lookup, config)
+    logits, cache, aux = forward(params, batch, cache, config=config, logits="all", capture=("taps",))
+    with jax.named_scope("accept"):
+        laws = filtered_logprobs(logits, inputs.sampling)
+        bounds = verification.acceptance_probabilities(laws, draft_laws, drafts, lengths, rule)
+        keys = round_keys(inputs.sampling.seed, state.round, _TESTS)
+        uniforms = jax.vmap(lambda key: jax.random.uniform(key, (most,)))(keys)
+        accepted = verification.accepted_count(bounds, uniforms, lengths, rule)
+        law = verification.next_token_logits(laws, draft_laws, drafts, accepted, lengths, rule)
+        certain = jnp.all(inputs.sampling.temperature == 0)
+        following = draw(law, round_keys(inputs.sampling.seed, state.round, _NEXT), certain)
+        tokens, count, stopped = verification.emitted_tokens(
+            drafts, accepted, following, inputs.stop_ids, state.remaining
+        )
+    active = state.remaining > 0
+    committed = dataclasses.replace(batch, num_new=jnp.where(active, 1 + accepted, 0))
+    cache = bind_drafter(config, drafter).remember(aux["main_hidden"], committed, cache)
+    output = RoundOutput(
+        tokens=tokens,
+        count=count,
+        verified=lengths,
+        accepted=jnp.where(active, accepted, 0),
+        confidence=jnp.where(active[:, None], block.confidence, 0),
+        survival=jnp.where(active[:, None], survivals, 0),
+    )
+    return _advance(state, batch.tokens, tokens, count, stopped), cache, output
+
+
+def _advance(
+    state: RequestState, verified: jax.Array, tokens: jax.Array, count: jax.Array, stopped: jax.Array
+) -> RequestState:
+    """The state behind a round that gave `count` of `tokens` after verifying `verified` int32 [B, T]."""
+    active = state.remaining > 0
+    finished = stopped | (count >= state.remaining)
+    past = jnp.concatenate([state.history, verified], axis=1)
+    reach = state.history.shape[1]
+    # Not the newest token: it has no state yet.
+    history = jnp.take_along_axis(past, count[:, None] + jnp.arange(reach), axis=1)
+    newest = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    return RequestState(
+        anchor=jnp.where(count > 0, newest, state.anchor),
+        start=state.start + count,
+        history=history,
+        round=state.round + active,
+        remaining=jnp.where(finished, 0, state.remaining - count),
+        slot=state.slot,
+    )
+
+
+def remember_prompt(
+    params: Params, drafter: Params, batch: ForwardBatch, cache: KVCache, *, config: ModelConfig
+) -> tuple[jax.Array, KVCache]:
+    """A prefill step that also fills the drafter's rings: logits float32 [B, 1, V] of each row's last token, cache."""
+    logits, cache, aux = forward(params, batch, cache, config=config, capture=("taps",))
+    return logits, bind_drafter(config, drafter).remember(aux["main_hidden"], batch, cache)
+
+
+@functools.cache
+def compiled_round():
+    """`speculative_round`, compiled once a shape for all models; state and cache are updated in place."""
+    return jax.jit(
+        speculative_round,
+        static_argnames=("config", "rule", "schedule", "width"),
+        donate_argnames=("state", "cache"),
+        compiler_options=compiler_options(),
+    )
+
+
+@functools.cache
+def compiled_prefill():
+    """`remember_prompt`, compiled once a shape for all models; the cache is updated in place."""
+    return jax.jit(
+        remember_prompt, static_argnames=("config",), donate_argnames=("cache",), compiler_options=compiler_options()
+    )
