@@ -13,6 +13,7 @@ from dsv41.engine.request import CacheSizes, GenerationResult, Request
 from dsv41.engine.speculation import Speculation, check_drafter
 from dsv41.engine.speculative_batch import SpeculativeBatch
 from dsv41.engine.step_batch import init_run_cache
+from dsv41.images import PreparedImage
 from dsv41.models import Model
 from dsv41.ops.sampling import SamplingParams
 
@@ -75,6 +76,21 @@ def _check_options(
     return each, frozenset(_check_ids(stop, model.config.text_config.vocab_size, "stop_ids").tolist())
 
 
+def _requests(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    images: Sequence[Sequence[PreparedImage]] | None,
+    max_new_tokens: int,
+) -> list[Request]:
+    checked = check_prompts(model.config, prompts, max_new_tokens)
+    each = [()] * len(checked) if images is None else list(images)
+    if len(each) != len(checked):
+        raise DSV41Error(f"images: expected a list for each of {len(checked)} prompts, got {len(each)}")
+    for i, (ids, own) in enumerate(zip(checked, each, strict=True)):
+        model.check_images(ids, own, what=f"prompt {i}")
+    return [Request(ids, max_new_tokens, own) for ids, own in zip(checked, each, strict=True)]
+
+
 def generate(
     model: Model,
     prompts: Sequence[Sequence[int]],
@@ -84,6 +100,7 @@ def generate(
     stop_ids: Sequence[int] | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
     speculate: Speculation | None = None,
+    images: Sequence[Sequence[PreparedImage]] | None = None,
     on_token: OnToken | None = None,
     on_prefill: OnPrefill | None = None,
 ) -> list[GenerationResult]:
@@ -106,21 +123,21 @@ def generate(
       stop_ids: drawing one of them ends a request; it stays the last of its token_ids. None: the config's eos_token_id.
       prefill_chunk: prompt tokens a row forwards in one step.
       speculate: how to speculate; None: plain decoding.
+      images: for each prompt, its images in the order of their spans, which are laid out in it (`expand_images`).
       on_token: called with (request, token id) for every new token, stop tokens included.
       on_prefill: called with (prompt tokens forwarded, prompt tokens in all) after steps that forwarded some.
 
     Raises:
-      DSV41Error: before any work, a prompt that is empty, holds an id outside the vocabulary or does not fit into
-        max_position_embeddings with its new tokens, or another argument out of range; later, a request whose logits
-        are not numbers. The message names the request.
+      DSV41Error: before any work, a prompt that is empty, holds an id outside the vocabulary, does not fit into
+        max_position_embeddings with its new tokens, or has other image tokens than its images need, or another argument
+        out of range; later, a request whose logits are not numbers. The message names the request.
     """
-    checked = check_prompts(model.config, prompts, max_new_tokens)
-    each, stop = _check_options(model, len(checked), sampling, stop_ids, prefill_chunk)
+    requests = _requests(model, prompts, images, max_new_tokens)
+    each, stop = _check_options(model, len(requests), sampling, stop_ids, prefill_chunk)
     drafts = 0 if speculate is None else speculate.drafts(model.config)
     if drafts:
         check_drafter(model)
     called = time.perf_counter()
-    requests = [Request(ids, max_new_tokens) for ids in checked]
     longest = max(r.prompt_tokens for r in requests)
     cache = init_run_cache(model, len(requests), longest + max_new_tokens, draft_tokens=drafts)
     sizes = CacheSizes.of(cache)
@@ -128,6 +145,7 @@ def generate(
     batch = SpeculativeBatch(*arguments, speculation=speculate, stop_ids=stop) if drafts else PlainBatch(*arguments)
     batch.warm_up()
     started = time.perf_counter()
+    batch.embed_images()
     _run(batch, requests, stop, on_token, on_prefill)
     if drafts:
         for request, record in zip(requests, batch.records(), strict=True):

@@ -13,7 +13,7 @@ from dsv41.cache import ForwardBatch, KVCache
 from dsv41.config import DSV41Error
 from dsv41.engine.request import Request
 from dsv41.engine.step_batch import Shape, idle_batch, step_batch
-from dsv41.models import Model, token_bucket
+from dsv41.models import Model, image_buckets, token_bucket
 from dsv41.ops.sampling import NO_TOKEN, SamplingArrays, SamplingParams, sample, sampling_arrays, step_keys
 
 GREEDY = SamplingParams(temperature=0)
@@ -45,11 +45,23 @@ class PlainBatch:
         return tuple(dict.fromkeys((self._prefill_shape, self._decode_shape)))
 
     def warm_up(self) -> None:
-        """Runs every step that this model has not run yet once, without tokens."""
-        for shape in self.shapes():
-            if self._is_new("forward", shape):
-                logits = self._forward(idle_batch(self._model, shape))
+        """Runs every step that this model has not run yet once, without tokens; images that need a new one too."""
+        steps = [(shape, False) for shape in self.shapes()]
+        images = [image for r in self._requests for image in r.images]
+        if images:
+            steps.append((self._prefill_shape, True))
+        for shape, with_images in steps:
+            if self._is_new("forward", shape, with_images):
+                logits = self._forward(idle_batch(self._model, shape, with_images=with_images))
                 jax.block_until_ready(_draw(logits, self._params, np.zeros(shape[0], np.int32)))
+        for image in images:
+            if self._is_new("image", *image_buckets(image.plan)):
+                jax.block_until_ready(self._model.encode_image(image))
+
+    def embed_images(self) -> None:
+        """Computes what stands for the image tokens of every prompt; before the first step."""
+        for r in self._requests:
+            r.spans = self._model.embed_images(r.ids, r.images)
 
     def _is_new(self, *step) -> bool:
         """Whether this model is about to run a step for the first time; it counts as run from then on."""
@@ -74,7 +86,9 @@ class PlainBatch:
     def _forward_known(self, rows: dict[int, Request]) -> list[tuple[int, int]]:
         prefill = any(r.waiting > 1 for r in rows.values())
         shape = self._prefill_shape if prefill else self._decode_shape
-        logits = self._forward(step_batch(self._model, shape, {i: r.take(self._chunk) for i, r in rows.items()}))
+        spans = {i: r.spans for i, r in rows.items() if r.spans is not None}
+        taken = {i: r.take(self._chunk) for i, r in rows.items()}
+        logits = self._forward(step_batch(self._model, shape, taken, spans))
         ready = [i for i, r in rows.items() if not r.waiting]
         if not ready:
             return []

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
 from dsv41.cache import KVCache, cache_bytes
 from dsv41.engine.speculation import SpeculationRecord
+from dsv41.images import PreparedImage
+from dsv41.models import SpanEmbeds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,8 +88,10 @@ class CacheSizes:
 class Request:
     """Ids known so far, and how many of them are in the cache."""
 
-    def __init__(self, prompt: np.ndarray, max_new_tokens: int):
+    def __init__(self, prompt: np.ndarray, max_new_tokens: int, images: Sequence[PreparedImage] = ()):
         self.prompt_tokens = len(prompt)
+        self.images = tuple(images)
+        self.spans: SpanEmbeds | None = None  # what stands for the image tokens, once it is computed
         self._ids = np.concatenate([prompt, np.zeros(max_new_tokens, np.int64)])
         self._known = len(prompt)
         self._committed = 0

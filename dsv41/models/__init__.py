@@ -3,7 +3,7 @@
 from dsv41.models.backbone import CAPTURES, Backbone, ForcedChoices, Params, abstract_params, bind, forward
 from dsv41.models.drafter import Draft, abstract_drafter_params, bind_drafter, draft, greedy
 from dsv41.models.model import Model, batch_bucket, token_bucket
-from dsv41.models.vision import SpanEmbeds, abstract_vision_params, check_images
+from dsv41.models.vision import SpanEmbeds, abstract_vision_params, check_images, image_buckets
 
 __all__ = [
     "CAPTURES",
@@ -23,5 +23,6 @@ __all__ = [
     "draft",
     "forward",
     "greedy",
+    "image_buckets",
     "token_bucket",
 ]

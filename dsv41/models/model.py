@@ -16,7 +16,7 @@ from dsv41.config import DSV41Error, ModelConfig, Schedule, layer_schedule
 from dsv41.engram_store import EngramStore, StepLookup, step_lookup
 from dsv41.images import PreparedImage
 from dsv41.models.backbone import ForcedChoices, Params, forward
-from dsv41.models.vision import SpanEmbeds, check_images, embed_images
+from dsv41.models.vision import SpanEmbeds, check_images, embed_images, encode_image
 from dsv41.ops.engram_hash import EngramHashSpec, engram_hash_spec, row_ids
 from pallas_kernels.fixed_order import compiler_options
 
@@ -185,6 +185,10 @@ class Model:
     ) -> np.ndarray:
         """Whether this model can take a row of tokens with these images: `dsv41.models.vision.check_images`."""
         return check_images(self.config, tokens, images, loaded=self.vision is not None, what=what)
+
+    def encode_image(self, image: PreparedImage) -> jax.Array:
+        """What one image's span is embedded as: `dsv41.models.vision.encode_image`."""
+        return encode_image(self.vision, image, self.config)
 
     def embed_images(self, tokens: Sequence[int] | np.ndarray, images: Sequence[PreparedImage]) -> SpanEmbeds | None:
         """Encodes the images of a row of tokens whose spans are laid out; None if there are neither.

@@ -165,10 +165,15 @@ def _pad(x: np.ndarray, rows: int, value: int = 0) -> np.ndarray:
     return np.pad(x, [(0, rows - len(x))] + [(0, 0)] * (x.ndim - 1), constant_values=value)
 
 
+def image_buckets(plan: ImagePlan) -> tuple[int, int]:
+    """Patches and span positions that an image is padded to: images that share them share their programs."""
+    return patch_bucket(plan.num_patches), max(1 << (plan.num_tokens - 1).bit_length(), _SHORTEST_SPAN)
+
+
 def encode_image(params: Params, image: PreparedImage, config: ModelConfig) -> jax.Array:
     """bfloat16 [L, D]: the embeddings of an image's span in its first `image.plan.num_tokens` rows."""
     vision, plan = config.vision_config, image.plan
-    n, length = patch_bucket(plan.num_patches), max(1 << (plan.num_tokens - 1).bit_length(), _SHORTEST_SPAN)
+    n, length = image_buckets(plan)
     row, col = np.divmod(np.arange(n), plan.patch_cols)
     tower, projector = _compiled()
     features, _ = tower(
