@@ -1,0 +1,58 @@
+"""The --plot flag of a script: a picture beside what it prints."""
+
+import importlib
+import io
+from typing import Any
+
+from absl import flags
+
+from dsv41.config import DSV41Error
+from dsv41.config.atomic_file import check_target, write_file
+
+
+class PlotFlag:
+    """--plot of a script."""
+
+    def __init__(self, values: flags.FlagValues, what: str):
+        """Defines the flag in `values`; `what` says what the picture shows."""
+        self._values = values
+        flags.DEFINE_string(
+            "plot", None, f"PNG file to draw {what} into. Needs matplotlib (the notebooks extra).", flag_values=values
+        )
+
+    @property
+    def given(self) -> bool:
+        return self._values.plot is not None
+
+    def check(self) -> None:
+        """Finds out before any work whether a picture can be made.
+
+        Raises:
+          DSV41Error: matplotlib is not installed, or the file cannot be put there.
+        """
+        if self.given:
+            check_target(self._values.plot)
+            self.figure()
+
+    def figure(self, **size: Any) -> Any:
+        """An empty `matplotlib.figure.Figure`.
+
+        Raises:
+          DSV41Error: matplotlib is not installed.
+        """
+        try:
+            # By name: it is not among what the package needs.
+            module = importlib.import_module("matplotlib.figure")
+        except ImportError as e:
+            raise DSV41Error("--plot: matplotlib is not installed (pip install 'dsv41[notebooks]')") from e
+        return module.Figure(layout="constrained", **size)
+
+    def save(self, figure: Any) -> None:
+        """Writes the figure to the flag's file, whole or not at all.
+
+        Raises:
+          DSV41Error: it cannot be written.
+        """
+        data = io.BytesIO()
+        figure.savefig(data, format="png", dpi=150)
+        write_file(self._values.plot, data.getvalue())
