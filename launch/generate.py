@@ -2,10 +2,15 @@
 
     python -m launch.generate --prompt="The quick brown fox" --max_new_tokens=24
     python -m launch.generate --checkpoint=DIR --prompt_ids=0,17,42 --temperature=0.6 --seed=1 --json
+    python -m launch.generate --checkpoint=DIR --image=photo.jpg --prompt="What is this?"
 
 The text of --prompt is encoded by the checkpoint's tokenizer, and the config's bos_token_id is put before it unless the
 encoding starts with it. --prompt_ids are used exactly as given. Generation ends at a stop id, which stays the last of
 `token_ids` but has no text, or after --max_new_tokens.
+
+Each --image=FILE goes where the prompt has an image token, in order: its id in --prompt_ids, its literal text in
+--prompt. A prompt without image tokens gets the images first, behind a leading BOS. The token stands for the whole
+image: prompt_tokens counts the span that it grows into, up to max_image_tokens of the config.
 
 The text goes to stdout as it is generated, figures go to stderr. With --json, stdout is exactly one JSON object with
 token_ids (the new ones), text (null without a tokenizer), prompt_tokens, finish_reason ("stop" or "length"), timings
@@ -21,8 +26,10 @@ from absl import flags
 
 from dsv41.config import DSV41Error, ModelConfig
 from dsv41.engine import PREFILL_CHUNK, GenerationResult, TextStream, check_prompts, generate
+from dsv41.images import expand_images
 from dsv41.ops.sampling import SamplingParams
 from launch.cli import new_flags, run
+from launch.images import ImageFlags
 from launch.load_model import ModelFlags, progress_bar
 
 FLAGS = new_flags()
@@ -44,6 +51,7 @@ _STOP_IDS = flags.DEFINE_list(
 _PREFILL_CHUNK = flags.DEFINE_integer(
     "prefill_chunk", PREFILL_CHUNK, "Prompt tokens a step; memory grows with it.", flag_values=FLAGS
 )
+_IMAGES = ImageFlags(FLAGS, "Each goes to the next image token of the prompt, or all before the text.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object instead of text.", flag_values=FLAGS)
 
 
@@ -124,9 +132,11 @@ def main() -> None:
     config = _MODEL.config()
     sampling = SamplingParams(temperature=_TEMPERATURE.value, top_p=_TOP_P.value, top_k=_TOP_K.value, seed=_SEED.value)
     stop = [config.eos_token_id] if _STOP_IDS.value is None else _ids("stop_ids", _STOP_IDS.value)
-    prompt = _prompt(config)
+    images = _IMAGES.read(config)
+    ids = {"image_token_id": config.image_token_id, "bos_token_id": config.bos_token_id}
+    prompt = expand_images(_prompt(config), images, **ids)
     check_prompts(config, [prompt], _MAX_NEW_TOKENS.value)
-    model, load_s = _MODEL.load()
+    model, load_s = _MODEL.load(vision=_IMAGES.given)
     printer = _Printer(model.tokenizer, stop)
     with progress_bar(FLAGS.verbose) as bar:
         task = bar.add_task("prefill", total=len(prompt))
@@ -143,6 +153,7 @@ def main() -> None:
             sampling=sampling,
             stop_ids=stop,
             prefill_chunk=_PREFILL_CHUNK.value,
+            images=[images],
             on_token=None if _JSON.value else lambda _, token: printer.push(token),
             on_prefill=on_prefill,
         )
