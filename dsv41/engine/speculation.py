@@ -54,7 +54,7 @@ class Speculation:
             raise DSV41Error(
                 f"speculation: draft_tokens: expected 0 to {block}, the model's dspark_block_size, got {wanted}"
             )
-        for name, table in (("throughput table", self.throughput), ("temperatures", self.temperatures)):
+        for name, table in (("throughput table", self.throughput), ("temperature table", self.temperatures)):
             if table is not None and table.block_size != block:
                 raise DSV41Error(
                     f"speculation: the {name} is for blocks of {table.block_size} drafts, the model's have {block}"
