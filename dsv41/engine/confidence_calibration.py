@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import pathlib
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -89,6 +90,38 @@ def expected_calibration_error(probability: np.ndarray, outcome: np.ndarray) -> 
     bins = np.minimum((probability * _BINS).astype(np.int64), _BINS - 1)
     gap = np.bincount(bins, probability - np.asarray(outcome, np.float64), minlength=_BINS)
     return min(float(np.abs(gap).sum() / len(probability)), 1.0)
+
+
+def reliability(probability: np.ndarray, outcome: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What probabilities say against what happens, in the bins of `expected_calibration_error`.
+
+    Args:
+      probability: float [N] in [0, 1].
+      outcome: bool or 0 and 1, [N].
+
+    Returns:
+      (mean probability float64 [15], mean outcome float64 [15], samples int64 [15]) of each bin; NaN where it is empty.
+    """
+    probability, outcome = np.asarray(probability, np.float64), np.asarray(outcome, np.float64)
+    bins = np.minimum((probability * _BINS).astype(np.int64), _BINS - 1)
+    samples = np.bincount(bins, minlength=_BINS)
+    sums = (np.bincount(bins, x, minlength=_BINS) for x in (probability, outcome))
+    means = [np.divide(x, samples, out=np.full(_BINS, np.nan), where=samples > 0) for x in sums]
+    return means[0], means[1], samples
+
+
+def calibrated_survival(logits: np.ndarray, temperatures: Sequence[float] | None = None) -> np.ndarray:
+    """The probability that drafts 1 to k are all accepted, as the confidences have it.
+
+    Args:
+      logits: float [N, K], raw confidence logits.
+      temperatures: of each draft; None: 1.
+
+    Returns:
+      float64 [N, K].
+    """
+    logits = np.asarray(logits, np.float64)
+    return np.cumprod(_sigmoid(logits / np.asarray(1.0 if temperatures is None else temperatures)), axis=1)
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:

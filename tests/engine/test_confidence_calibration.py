@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from dsv41.config import DSV41Error
 from dsv41.engine.confidence_calibration import (
     ConfidenceTemperatures,
+    calibrated_survival,
     expected_calibration_error,
     fit_temperatures,
     load_temperatures,
+    reliability,
     save_temperatures,
 )
 from dsv41.ops.verify_schedule import survival
@@ -150,3 +152,21 @@ def test_another_block_size_is_refused(tmp_path):
     save_temperatures(TEMPERATURES, tmp_path / "t.json")
     with pytest.raises(DSV41Error, match=r"t\.json: block_size: expected 5, got 3$"):
         load_temperatures(tmp_path / "t.json", 5)
+
+
+def test_reliability_says_where_the_error_is():
+    probability = np.array([0.02, 0.04, 0.5, 1.0])
+    said, happened, samples = reliability(probability, np.array([0, 1, 1, 1]))
+    assert samples.tolist() == [2, *[0] * 6, 1, *[0] * 6, 1]
+    np.testing.assert_allclose(said[samples > 0], [0.03, 0.5, 1.0])
+    np.testing.assert_allclose(happened[samples > 0], [0.5, 1.0, 1.0])
+    assert np.isnan(said[samples == 0]).all() and np.isnan(happened[samples == 0]).all()
+    used = samples > 0
+    error = (samples[used] * np.abs(said - happened)[used]).sum() / 4
+    assert error == pytest.approx(expected_calibration_error(probability, np.array([0, 1, 1, 1])))
+
+
+def test_calibrated_survival():
+    logits = np.array([[0.0, np.log(3.0)], [-1000.0, 1000.0]])
+    np.testing.assert_allclose(calibrated_survival(logits), [[0.5, 0.375], [0, 0]])
+    np.testing.assert_allclose(calibrated_survival(logits[:1], (1, 0.5)), [[0.5, 0.45]])
