@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,29 +61,31 @@ def full_attention(q: jax.Array, k: jax.Array, v: jax.Array, count: jax.Array) -
     Returns:
       bfloat16 [N, heads, H]; never holds scores of all pairs. On CPU its bits do not depend on N.
     """
-    keys, values = k.astype(jnp.float32), v.astype(jnp.float32)
 
     def by_blocks(q: jax.Array) -> jax.Array:
-        return map_query_tiles(_blockwise(keys, values, count), _QUERY_TILE, q[None])[0]
+        q, keys = q.astype(jnp.float32), k.astype(jnp.float32)
+        return map_query_tiles(by_key_blocks(keys, v, count), _QUERY_TILE, q[None])[0]
 
     def by_tiles(q: jax.Array) -> jax.Array:
         tile = query_tile(q.shape[0], q.shape[0] * q.shape[1] * 4, _SCORE_BYTES)
-        return map_query_tiles(_whole_rows(keys, values, count), tile, q[None])[0]
+        return map_query_tiles(whole_rows(k, v, count), tile, q[None])[0]
 
     return jax.lax.platform_dependent(q, cpu=by_blocks, default=by_tiles)
 
 
 def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
-    """q [t, heads, H], k [s, heads, H] -> float32 [heads, t, s], scaled."""
-    products = jnp.einsum("qhd,khd->hqk", q.astype(jnp.float32), k, precision=jax.lax.Precision.HIGHEST)
+    """q [t, heads, H], k [s, heads, H], of one type -> float32 [heads, t, s], scaled."""
+    products = jnp.einsum("qhd,khd->hqk", q, k, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     return products * q.shape[-1] ** -0.5
 
 
 def _weighted(p: jax.Array, v: jax.Array) -> jax.Array:
-    return jnp.einsum("hqk,khd->qhd", p, v, precision=jax.lax.Precision.HIGHEST)
+    """p float32 [heads, t, s], v [s, heads, H] -> float32 [t, heads, H]."""
+    return jnp.einsum("hqk,khd->qhd", p, v.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
 
-def _whole_rows(k: jax.Array, v: jax.Array, count: jax.Array):
+def whole_rows(k: jax.Array, v: jax.Array, count: jax.Array) -> Callable[[jax.Array], jax.Array]:
+    """Attention of queries [1, t, heads, H] to keys and values [N, heads, H], all keys in one go."""
     seen = jnp.arange(k.shape[0]) < count
 
     def tile(q: jax.Array) -> jax.Array:
@@ -91,8 +95,8 @@ def _whole_rows(k: jax.Array, v: jax.Array, count: jax.Array):
     return tile
 
 
-def _blockwise(k: jax.Array, v: jax.Array, count: jax.Array):
-    """One block of keys after the other with a running maximum; a block of padding changes no bit."""
+def by_key_blocks(k: jax.Array, v: jax.Array, count: jax.Array) -> Callable[[jax.Array], jax.Array]:
+    """As `whole_rows`, a block of keys after the other with a running maximum; a block of padding changes no bit."""
     blocks = k.shape[0] // KEY_BLOCK
     k, v = (x.reshape(blocks, KEY_BLOCK, *x.shape[1:]) for x in (k, v))
     seen = (jnp.arange(blocks * KEY_BLOCK) < count).reshape(blocks, KEY_BLOCK)
