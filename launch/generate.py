@@ -3,6 +3,7 @@
     python -m launch.generate --prompt="The quick brown fox" --max_new_tokens=24
     python -m launch.generate --checkpoint=DIR --prompt_ids=0,17,42 --temperature=0.6 --seed=1 --json
     python -m launch.generate --checkpoint=DIR --image=photo.jpg --prompt="What is this?"
+    python -m launch.generate --checkpoint=DIR --prompt="def main():" --speculate=on
 
 The text of --prompt is encoded by the checkpoint's tokenizer, and the config's bos_token_id is put before it unless the
 encoding starts with it. --prompt_ids are used exactly as given. Generation ends at a stop id, which stays the last of
@@ -16,6 +17,10 @@ The text goes to stdout as it is generated, figures go to stderr. With --json, s
 token_ids (the new ones), text (null without a tokenizer), prompt_tokens, finish_reason ("stop" or "length"), timings
 and cache. Every step shape is run once without tokens before the clock starts; that time is compile_s. The time to the
 first token does not contain it.
+
+With --speculate=on the timings also say how well that went: acceptance_length is accepted drafts a step and one,
+mean_verified_length the drafts verified a step, tokens_per_forward what came of it behind the first token. The first
+two are null without speculation.
 """
 
 import json
@@ -31,6 +36,7 @@ from dsv41.ops.sampling import SamplingParams
 from launch.cli import new_flags, run
 from launch.images import ImageFlags
 from launch.load_model import ModelFlags, progress_bar
+from launch.speculation import SpeculationFlags
 
 FLAGS = new_flags()
 _MODEL = ModelFlags(FLAGS)
@@ -52,6 +58,7 @@ _PREFILL_CHUNK = flags.DEFINE_integer(
     "prefill_chunk", PREFILL_CHUNK, "Prompt tokens a step; memory grows with it.", flag_values=FLAGS
 )
 _IMAGES = ImageFlags(FLAGS, "Each goes to the next image token of the prompt, or all before the text.")
+_SPECULATION = SpeculationFlags(FLAGS)
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object instead of text.", flag_values=FLAGS)
 
 
@@ -98,7 +105,8 @@ class _Printer:
 
 def report(result: GenerationResult, text: str | None, load_s: float) -> dict[str, Any]:
     """The JSON object."""
-    t = result.timings
+    t, rounds = result.timings, result.speculation
+    plain = 1.0 if t.new_tokens > 1 else None
     return {
         "token_ids": list(result.token_ids),
         "text": text,
@@ -112,6 +120,9 @@ def report(result: GenerationResult, text: str | None, load_s: float) -> dict[st
             "decode_s": t.decode_s,
             "prefill_tokens_per_s": t.prefill_tokens_per_s,
             "decode_tokens_per_s": t.decode_tokens_per_s,
+            "acceptance_length": rounds and rounds.acceptance_length,
+            "mean_verified_length": rounds and rounds.mean_verified,
+            "tokens_per_forward": rounds.tokens_per_forward if rounds else plain,
         },
         "cache": {"kv_bytes_per_token": result.kv_bytes_per_token, "window_bytes": result.window_bytes},
     }
@@ -120,9 +131,16 @@ def report(result: GenerationResult, text: str | None, load_s: float) -> dict[st
 def _figures(result: GenerationResult, load_s: float) -> str:
     t = result.timings
     rate = "" if t.decode_tokens_per_s is None else f", then {t.decode_tokens_per_s:,.1f} tokens/s"
+    rounds = result.speculation
+    speculation = ""
+    if rounds and rounds.rounds:
+        speculation = (
+            f"acceptance length {rounds.acceptance_length:.2f}, {rounds.mean_verified:.2f} drafts verified and "
+            f"{rounds.tokens_per_forward:.2f} tokens a forward pass; "
+        )
     return (
         f"{len(result.token_ids)} tokens ({result.finish_reason}) after a prompt of {result.prompt_tokens}: "
-        f"first token in {t.prefill_s:.3f} s{rate}; load {load_s:.1f} s, compile {t.compile_s:.1f} s; "
+        f"first token in {t.prefill_s:.3f} s{rate}; {speculation}load {load_s:.1f} s, compile {t.compile_s:.1f} s; "
         f"KV measured on the cache arrays: {result.kv_bytes_per_token:,g} bytes a token, "
         f"window {result.window_bytes:,} bytes"
     )
@@ -132,11 +150,11 @@ def main() -> None:
     config = _MODEL.config()
     sampling = SamplingParams(temperature=_TEMPERATURE.value, top_p=_TOP_P.value, top_k=_TOP_K.value, seed=_SEED.value)
     stop = [config.eos_token_id] if _STOP_IDS.value is None else _ids("stop_ids", _STOP_IDS.value)
-    images = _IMAGES.read(config)
+    images, speculation = _IMAGES.read(config), _SPECULATION.read(config)
     ids = {"image_token_id": config.image_token_id, "bos_token_id": config.bos_token_id}
     prompt = expand_images(_prompt(config), images, **ids)
     check_prompts(config, [prompt], _MAX_NEW_TOKENS.value)
-    model, load_s = _MODEL.load(vision=_IMAGES.given)
+    model, load_s = _MODEL.load(vision=_IMAGES.given, drafter=speculation is not None)
     printer = _Printer(model.tokenizer, stop)
     with progress_bar(FLAGS.verbose) as bar:
         task = bar.add_task("prefill", total=len(prompt))
@@ -154,6 +172,7 @@ def main() -> None:
             stop_ids=stop,
             prefill_chunk=_PREFILL_CHUNK.value,
             images=[images],
+            speculate=speculation,
             on_token=None if _JSON.value else lambda _, token: printer.push(token),
             on_prefill=on_prefill,
         )

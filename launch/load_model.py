@@ -60,8 +60,8 @@ class ModelFlags:
         """
         return load_tokenizer(self.checkpoint)
 
-    def load(self, *, vision: bool = False) -> tuple[Model, float]:
-        """The model, with its vision tower or without, and the seconds that loading took."""
+    def load(self, *, vision: bool = False, drafter: bool = False) -> tuple[Model, float]:
+        """The model, with its vision tower and its drafter or without, and the seconds that loading took."""
         started = time.perf_counter()
         try:
             jax.devices()
@@ -76,6 +76,7 @@ class ModelFlags:
                 self.checkpoint,
                 overrides=overrides(self._values.set),
                 vision=vision,
+                drafter=drafter,
                 progress=lambda done, total, _: bar.update(task, completed=done, total=total),
             )
         return model, time.perf_counter() - started

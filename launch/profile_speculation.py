@@ -155,7 +155,7 @@ def main() -> None:
     check_target(_OUT.value)
     _PLOT.check()
     plan = _plan().resolved(_MODEL.config())
-    model, load_s = _MODEL.load()
+    model, load_s = _MODEL.load(drafter=True)
     started = time.perf_counter()
     with progress_bar(FLAGS.verbose) as bar:
         task = bar.add_task("measuring", total=None)

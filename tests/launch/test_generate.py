@@ -117,9 +117,15 @@ def test_without_a_tokenizer(capsys, tmp_path):
         (["--prompt_ids=1", "--top_p=0"], "top_p: expected a number in (0, 1], got 0.0"),
         (["--prompt_ids=1", "--seed=-1"], "seed: expected an integer in [0, 2^32), got -1"),
         (["--prompt_ids=1", "--set=text_config.hc_mult"], "--set: expected key=value"),
+        (["--prompt_ids=1", "--speculate=on", "--draft_tokens=6"], "draft_tokens: expected 0 to 5"),
+        (["--prompt_ids=1", "--speculate=maybe"], "value should be one of <on|off>"),
+        (["--prompt_ids=1", "--draft_tokens=2"], "--draft_tokens: only with --speculate=on"),
+        (["--prompt_ids=1", "--speculate=on", "--verify=budget"], "schedule 'budget' needs a throughput table"),
+        (["--prompt_ids=1", "--speculate=on", "--throughput_table=none.json"], "none.json"),
+        (["--prompt_ids=1", "--speculate=on", "--confidence_temperatures=none.json"], "none.json"),
         (["--prompt_ids=1", "--checkpoint=absent"], "absent: no such"),
         (["--prompt=\udcff"], "--prompt: not valid UTF-8"),
-        (["--prompt_ids=1", "--speculate=on"], "Unknown command line flag 'speculate'"),
+        (["--prompt_ids=1", "--speculator=on"], "Unknown command line flag 'speculator'"),
     ],
 )
 def test_bad_input(capsys, monkeypatch, tmp_path, arguments, message):
@@ -130,6 +136,21 @@ def test_bad_input(capsys, monkeypatch, tmp_path, arguments, message):
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     assert err.startswith("generate: ") and message in err
+
+
+def test_speculation(capsys):
+    """The same tokens, and what the rounds came to."""
+    arguments = ("--prompt_ids=0,17,42", "--max_new_tokens=9", "--stop_ids=")
+    plain = report(capsys, *arguments)
+    found = report(capsys, *arguments, "--speculate=on")
+    assert found["token_ids"] == plain["token_ids"]
+    timings = found["timings"]
+    rounds = 8 / timings["tokens_per_forward"]
+    assert rounds == pytest.approx(round(rounds)) and 2 <= rounds <= 8
+    assert 1 <= timings["acceptance_length"] <= 6 and 0 < timings["mean_verified_length"] <= 5
+    assert plain["timings"]["acceptance_length"] is None and plain["timings"]["tokens_per_forward"] == 1
+    assert start(*MODEL, *arguments, "--speculate=on") == 0
+    assert "acceptance length" in capsys.readouterr().err
 
 
 def start_program(environment, *arguments):
