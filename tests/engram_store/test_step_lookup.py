@@ -1,0 +1,60 @@
+"""Engram rows inside a compiled step: the bytes that the host's look-up gives, from device tables and by callback."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv41.config import DSV41Error
+from dsv41.engram_store import EngramStore, EngramTable, step_lookup
+from dsv41.ops.engram_hash import row_ids
+from tests.models_for_tests import tiny_model
+
+
+def lookup(store=None, **options):
+    model = tiny_model()
+    store = model.engram if store is None else store
+    return step_lookup(store, model._hash_spec, model.token_map, model.config.image_token_id, **options)
+
+
+def bytes_of(rows) -> list[np.ndarray]:
+    return [np.ascontiguousarray(np.asarray(x)).view(np.uint8) for x in rows]
+
+
+@pytest.mark.parametrize("device_bytes", [1 << 28, 0], ids=["device", "callback"])
+def test_same_rows_as_on_the_host(device_bytes):
+    """Image tokens and the sequence start block the look-back here as there."""
+    model, rng = tiny_model(), np.random.default_rng(3)
+    step = lookup(device_bytes=device_bytes)
+    assert (step.values is None) == (device_bytes == 0)
+    tokens = rng.integers(0, 512, (2, 6)).astype(np.int32)
+    tokens[0, 2] = model.config.image_token_id
+    history = np.array([[-1, -1, 7], [model.config.image_token_id, 9, 11]], np.int32)
+    actual = jax.jit(lambda step, tokens, history: step.rows(tokens, history))(step, tokens, history)
+    ids = row_ids(model._hash_spec, model.token_map, tokens, history, model.config.image_token_id)
+    for a, b in zip(bytes_of(actual), bytes_of(model.engram.lookup(ids)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_bfloat16_tables():
+    model, rng = tiny_model(), np.random.default_rng(0)
+    tables = [
+        EngramTable(layer=t.layer, values=rng.normal(size=t.values.shape).astype(jnp.bfloat16), scales=None)
+        for t in model.engram.tables
+    ]
+    tokens, history = np.arange(8, dtype=np.int32).reshape(2, 4), np.full((2, 3), -1, np.int32)
+    store = EngramStore(tables)
+    for device_bytes in (1 << 28, 0):
+        values, scales = jax.jit(lambda s: s.rows(tokens, history))(lookup(store, device_bytes=device_bytes))
+        ids = row_ids(model._hash_spec, model.token_map, tokens, history, model.config.image_token_id)
+        np.testing.assert_array_equal(np.asarray(values), store.lookup(ids).values)
+        assert scales is None
+
+
+def test_a_nan_scale_is_found_before_the_table_goes_to_the_device():
+    table = tiny_model().engram.tables[0]
+    scales = np.array(table.scales)
+    scales[5, 0] = 255
+    broken = [EngramTable(layer=table.layer, values=table.values, scales=scales), *tiny_model().engram.tables[1:]]
+    with pytest.raises(DSV41Error, match=f"layer {table.layer}.*NaN scale"):
+        lookup(EngramStore(broken))
