@@ -27,6 +27,7 @@ def run(**options):
     return [r.token_ids for r in results[:2]]
 
 
+@pytest.mark.slow  # tests/launch/test_images.py has the same for one request
 def test_greedy_tokens_are_those_of_forward():
     """The argmax of one pass over prompt and answer at each position."""
     model, (ids, _) = tiny_model(), prompts()

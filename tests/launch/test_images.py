@@ -62,6 +62,17 @@ def test_score(capsys, photo, tmp_path):
     assert error.mean() < 0.06 and error.max() < 1
 
 
+def test_generated_tokens_are_the_best_by_score(capsys, photo, tmp_path):
+    """In chunks that cut the span, against one pass over prompt and answer."""
+    prompt = [*ROW[0, :7], *ROW[0, 16:]]
+    found = generated(capsys, photo, f"--prompt_ids={','.join(map(str, prompt))}")
+    assert found["prompt_tokens"] == 45
+    files = score_files(tmp_path, [[*ROW[0], *found["token_ids"]]])
+    assert start(score, *MODEL, photo, *files) == 0
+    best = load_file(tmp_path / "out.safetensors")["logits"][0].argmax(-1)
+    assert best[44:47].tolist() == found["token_ids"]
+
+
 @pytest.mark.slow
 def test_score_in_chunks(photo, tmp_path):
     found = []
