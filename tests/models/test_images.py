@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import shutil
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,7 @@ from dsv41.config import DSV41Error
 from dsv41.images import PreparedImage, expand_images, prepare_image
 from dsv41.models import SpanEmbeds
 from dsv41.ops.moe import route
+from tests.checkpoint_files import stored_tensors, write_safetensors
 from tests.golden import DATA, expected
 from tests.models.test_chunks import DRAFT_TOKENS, MAX_TOKENS, feed, same_bytes, split
 from tests.models_for_tests import tiny_model
@@ -166,3 +168,15 @@ def test_refusals():
     config = dataclasses.replace(model.config, vision_config=None)
     with pytest.raises(DSV41Error, match="prompt: 1 images, but the config has no vision_config"):
         dataclasses.replace(model, config=config).check_images(ids[1], images[1], what="prompt")
+
+
+def test_a_checkpoint_may_lack_vision(tmp_path):
+    """Then it loads without; asked for vision, it says what is missing before it reads anything."""
+    tensors = stored_tensors()
+    own = [name for name in tensors if name.startswith(("vision.", "aligner.", "image_"))]
+    write_safetensors(tmp_path / "model.safetensors", {n: t for n, t in tensors.items() if n not in own})
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(DATA / "tiny_text" / name, tmp_path)
+    assert dsv41.load(tmp_path, vision=False, drafter=False).vision is None
+    with pytest.raises(DSV41Error, match=f"{len(own)} missing tensors: image_start, "):
+        dsv41.load(tmp_path, drafter=False)
