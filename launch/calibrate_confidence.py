@@ -106,7 +106,7 @@ def main() -> None:
         raise DSV41Error(f"prefill_chunk: expected 1 or more, got {_PREFILL_CHUNK.value}")
     prompts = _PROMPTS.read(_MODEL, config)
     check_calibration(config, prompts, max_new_tokens=_MAX_NEW_TOKENS.value, batch=_BATCH.value)
-    model, load_s = _MODEL.load()
+    model, load_s = _MODEL.load(drafter=True)
     started = time.perf_counter()
     with progress_bar(FLAGS.verbose) as bar:
         task = bar.add_task("recording", total=None)

@@ -142,10 +142,11 @@ def _draw(table: ThroughputTable) -> None:
     for requests, points in sorted(table.curves.items()):
         tokens, rates = zip(*points, strict=True)
         end = max(requests * (1 + table.block_size), tokens[-1])
-        axes.step([*tokens, end], [1000 / r for r in (*rates, rates[-1])], where="post", label=f"{requests} requests")
+        axes.step([*tokens, end], [1000 / r for r in (*rates, rates[-1])], where="post", label=str(requests))
     axes.set(xlabel="tokens of a step", ylabel="ms a round", title=table.device_kind, ylim=(0, None))
     axes.set_xscale("log", base=2)
-    axes.legend()
+    axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:g}")
+    axes.legend(title="requests")
     _PLOT.save(figure)
 
 
