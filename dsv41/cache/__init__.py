@@ -12,7 +12,7 @@ from dsv41.cache.kv_cache import (
     write_window,
 )
 from dsv41.cache.layout import FORMAT_VERSION, CacheLayout
-from dsv41.cache.pages import PageAllocator
+from dsv41.cache.pages import PagePool
 
 __all__ = [
     "FORMAT_VERSION",
@@ -20,7 +20,7 @@ __all__ = [
     "CacheLayout",
     "ForwardBatch",
     "KVCache",
-    "PageAllocator",
+    "PagePool",
     "abstract_cache",
     "assign_pages",
     "cache_bytes",
