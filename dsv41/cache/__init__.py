@@ -9,6 +9,7 @@ from dsv41.cache.kv_cache import (
     cache_bytes,
     init_cache,
     read_window,
+    take_rows,
     write_window,
 )
 from dsv41.cache.layout import FORMAT_VERSION, CacheLayout
@@ -26,5 +27,6 @@ __all__ = [
     "cache_bytes",
     "init_cache",
     "read_window",
+    "take_rows",
     "write_window",
 ]

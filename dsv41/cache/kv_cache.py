@@ -61,6 +61,12 @@ class ForwardBatch:
     engram_scales: jax.Array | None  # uint8 [B, T, engram layers, orders * heads, dim / 32]; None for bfloat16 tables
     # bfloat16 [B, T, D] embeddings where image_mask is set; None: no token of the step has any
     image_embeds: jax.Array | None = None
+    # int32 [B] window entries of positions below it are invisible, as if the sequence began there; None: 0
+    window_floor: jax.Array | None = None
+    # int32 [B] pages hold the entries of positions below it already, which are not written again; None: 0
+    write_from: jax.Array | None = None
+    # int32 [B] the last so many new tokens go through the decoder, where a step runs it on a tail; None elsewhere
+    tail: jax.Array | None = None
 
     def positions(self) -> jax.Array:
         """int32 [B, T] absolute positions."""
@@ -69,6 +75,26 @@ class ForwardBatch:
     def valid(self) -> jax.Array:
         """bool [B, T] real tokens."""
         return jnp.arange(self.tokens.shape[1]) < self.num_new[:, None]
+
+    def tail_batch(self, width: int) -> ForwardBatch:
+        """The last `tail` tokens of each row as a step of `width`: it writes no pages, its windows begin with it."""
+        first = self.num_new - self.tail
+
+        def cut(x: jax.Array) -> jax.Array:
+            return take_rows(x, first, width)
+
+        begin = self.start + first
+        return ForwardBatch(
+            tokens=cut(self.tokens),
+            num_new=self.tail,
+            start=begin,
+            slot=self.slot,
+            image_mask=cut(self.image_mask),
+            engram_values=None,
+            engram_scales=None,
+            window_floor=begin,
+            write_from=jnp.full_like(begin, jnp.iinfo(jnp.int32).max),
+        )
 
     def ring_address(self, length: int, num_slots: int) -> tuple[jax.Array, jax.Array]:
         """slot, index int32 [B, T] of the tokens in a ring by position, dropping rows that a later one overwrites."""
@@ -193,3 +219,9 @@ def write_window(
     """The rings with the step's entries, float8_e4m3fn [B, T, H] and uint8 [B, T, H / 32], at their positions."""
     slot, index = batch.ring_address(layout.window.length, rings.shape[0])
     return layout.window.write(rings, slot, index, e4m3_to_byte(values), scales)
+
+
+def take_rows(x: jax.Array, first: jax.Array, width: int) -> jax.Array:
+    """x [B, T, ...] from index first int32 [B] on: [B, width, ...]; beyond T the last one is repeated."""
+    index = jnp.clip(first[:, None] + jnp.arange(width), 0, x.shape[1] - 1)
+    return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 2)), axis=1)

@@ -77,6 +77,24 @@ class Schedule:
     decoder_start: int
 
     @property
+    def tail_problem(self) -> str | None:
+        """Why prompts cannot be prefilled with a tail in the decoder (serving.md section 3.1); None if they can."""
+        if not self.kv_sources:
+            return "no layer owns compressed KV"
+        first = self.layers[self.decoder_start]
+        if first.ratio != 1:
+            return f"layer {first.index}, the first of the decoder, has compress ratio {first.ratio}, not 1"
+        for layer in self.layers[self.decoder_start :]:
+            if layer.engram is not None:
+                return f"layer {layer.index} of the decoder has an Engram"
+        for layer in self.layers[: self.decoder_start]:
+            if layer.builds_candidates:
+                return f"layer {layer.index} of the encoder builds the candidate pool"
+            if layer.tap is not None:
+                return f"the drafter reads layer {layer.index} of the encoder"
+        return None
+
+    @property
     def ratios(self) -> tuple[int, ...]:
         """Distinct compression ratios of the KV sources, ascending."""
         return tuple(sorted({s.ratio for s in self.kv_sources}))

@@ -144,8 +144,7 @@ class _Rounds:
             stop_ids=jnp.asarray([-1], jnp.int32),
             temperatures=jnp.full(text.dspark_block_size, _LEVEL, jnp.float32),
             budget=jnp.int32(rows * plan.draft_tokens),
-            # Without effect, but part of the program that a run with a table compiles.
-            steps_per_second=jnp.asarray(ThroughputTable.flat(text.dspark_block_size).dense(rows)),
+            steps_per_second=None,
         )
 
     def _fill(self, ids: np.ndarray) -> None:

@@ -50,14 +50,15 @@ class SpeculativeBatch(PlainBatch):
         self._look_back = text.engram_max_ngram_size - 1 if text.engram_layer_ids else 0
         block = text.dspark_block_size
         temperatures = speculation.temperatures
-        rates = None if speculation.throughput is None else speculation.throughput.dense(self._rows)
-        self._rates = rates
+        table = speculation.throughput
+        self._rates = None if table is None else table.dense(self._rows)
+        greedy = speculation.schedule is VerifySchedule.GREEDY
         self._inputs = RoundInputs(
             sampling=self._params,
             stop_ids=jnp.asarray(sorted(stop_ids) or [-1], jnp.int32),
             temperatures=jnp.ones(block) if temperatures is None else jnp.asarray(temperatures.values, jnp.float32),
             budget=jnp.int32(0),
-            steps_per_second=None if rates is None else jnp.asarray(rates, jnp.float32),
+            steps_per_second=jnp.asarray(self._rates, jnp.float32) if greedy else None,
         )
         budget = speculation.schedule is VerifySchedule.BUDGET
         self._widths = verify_widths(self._drafts) if budget else (self._drafts + 1,)
@@ -120,7 +121,8 @@ class SpeculativeBatch(PlainBatch):
             caps = np.zeros(self._rows, np.int32)
             for i, r in live.items():
                 caps[i] = max(min(r.remaining - len(self._flying) - 1, self._drafts), 0)
-            budget = self._history.budget(caps, self._rates)
+            # The step is as large as the batch, however few of its rows are in use.
+            budget = self._history.budget(caps, self._rates[self._rows - len(live) :])
             inputs = dataclasses.replace(inputs, budget=jnp.int32(budget))
             width = next(w for w in self._widths if w > min(budget, self._drafts))
         self._state, output = self._run_round(self._state, width, inputs)

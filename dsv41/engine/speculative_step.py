@@ -76,7 +76,7 @@ class RoundInputs:
     stop_ids: jax.Array  # int32 [S], -1 unused
     temperatures: jax.Array  # float32 [K] of the confidences
     budget: jax.Array  # int32 [] drafts of the whole batch, for BUDGET
-    steps_per_second: jax.Array | None  # float32 [N] by tokens of the batch, for GREEDY
+    steps_per_second: jax.Array | None  # float32 [N] by tokens of a batch with every row in use; only for GREEDY
     forced_drafts: jax.Array | None = None  # int32 [B, K] to verify instead of drawing drafts
 
 
@@ -151,7 +151,10 @@ def _lengths(state: RequestState, survivals: jax.Array, inputs: RoundInputs, sch
     if schedule is VerifySchedule.BUDGET:
         return admit_top(survivals, caps, inputs.budget)
     if schedule is VerifySchedule.GREEDY:
-        return admit_while_improving(survivals, caps, inputs.steps_per_second, active)
+        # The step is as large as the batch, however few of its rows are in use.
+        idle = active.size - jnp.sum(active)
+        rates = jnp.take(inputs.steps_per_second, jnp.arange(inputs.steps_per_second.size) + idle, mode="clip")
+        return admit_while_improving(survivals, caps, rates, active)
     return caps
 
 

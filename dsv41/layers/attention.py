@@ -64,8 +64,7 @@ class Attention(AttentionProjections):
         qr, q = self.queries(x, rope)
         new_kv = self.window_kv(x, rope)
         if self.spec.owns_kv:
-            with jax.named_scope("compress"):
-                cache = self._compress(x, batch, cache)
+            cache = self.compress(x, batch, cache)
         if self.spec.selects:
             with jax.named_scope("select"):
                 state = self.indexer(x, qr, rope, batch, cache, self.kv_index, state)
@@ -81,8 +80,15 @@ class Attention(AttentionProjections):
         cache = self._write_window(new_kv, batch, cache)
         return self.output(o, rope), cache, state
 
+    def compress(self, x: jax.Array, batch: ForwardBatch, cache: KVCache) -> KVCache:
+        """Writes main KV and index keys of every group that this step completes; the rest of the layer is not run.
+
+        x, batch, cache as in `__call__`. Groups that begin below `batch.write_from` keep their stored bytes.
+        """
+        with jax.named_scope("compress"):
+            return self._compress(x, batch, cache)
+
     def _compress(self, x: jax.Array, batch: ForwardBatch, cache: KVCache) -> KVCache:
-        """Writes main KV and index keys of every group that this step completes."""
         ratio, k = self.spec.ratio, self.kv_index
         pending = cache.pending[k]
         if ratio == 1:
@@ -106,6 +112,8 @@ class Attention(AttentionProjections):
         table = table_of(self.spec, cache.rope)
         rope = table[jnp.clip(group * ratio, 0, cache.max_tokens - 1)]
         page, entry = cache.layout.address(cache.page_table[batch.slot], group, ratio)
+        if batch.write_from is not None:
+            complete = complete & (group * ratio >= batch.write_from[:, None])
         page = drop_index(page, complete & (page >= 0), cache.main[k].shape[0])
         main = cache.layout.main.write(cache.main[k], page, entry, *quantize.quantize_kv_fp4(apply_rope(latent, rope)))
         index_key = quantize.quantize_mxfp4(self.indexer.key(latent, rope))
@@ -127,12 +135,14 @@ class Attention(AttentionProjections):
         length, rows = layout.window.length, jnp.arange(q.shape[0])[:, None, None]
         selected = jnp.zeros((*q.shape[:2], 0), jnp.int32) if state is None else state.selected
 
+        floor = 0 if batch.window_floor is None else batch.window_floor[:, None, None]
+
         def tile(q, position, valid, selected):
             key = position[..., None] - window + 1 + jnp.arange(window)
             start = batch.start[:, None, None]
             index = jnp.where(key >= start, length + key - start, key % length)
             kv = window_kv[rows, index]
-            seen = (key >= 0) & valid[..., None]
+            seen = (key >= jnp.maximum(floor, 0)) & valid[..., None]
             if selected.shape[-1]:
                 page, entry = layout.address(cache.page_table[batch.slot], selected, self.spec.ratio)
                 main = layout.main.gather(cache.main[self.kv_index], jnp.maximum(page, 0), entry)

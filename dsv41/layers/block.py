@@ -46,6 +46,10 @@ class ResidualBlock(nnx.Module):
             streams, fn, scale, base, iters=c.hc_sinkhorn_iters, norm_eps=c.rms_norm_eps, hc_eps=c.hc_eps
         )
 
+    def attention_input(self, streams: jax.Array, pre: jax.Array) -> jax.Array:
+        """What the attention sublayer reads, bfloat16 [B, T, D]."""
+        return self.attn_norm(mhc.collapse(streams, pre))
+
     def sublayers(
         self,
         streams: jax.Array,
@@ -70,7 +74,7 @@ class ResidualBlock(nnx.Module):
         """
         with jax.named_scope("attention"):
             next_pre, post, comb = self._mix(streams, "attn")
-            attn_out, made = attend(self.attn_norm(mhc.collapse(streams, pre)))
+            attn_out, made = attend(self.attention_input(streams, pre))
             streams, pre = mhc.update(streams, attn_out, post, comb), next_pre
         with jax.named_scope("moe"):
             next_pre, post, comb = self._mix(streams, "ffn")

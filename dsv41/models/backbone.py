@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dsv41.cache import AttentionState, ForwardBatch, KVCache
+from dsv41.cache import AttentionState, ForwardBatch, KVCache, take_rows
 from dsv41.config import ModelConfig, layer_schedule
 from dsv41.layers import Block, RMSNorm, abstract
 from dsv41.ops.linear import WeightFormat
@@ -129,8 +129,13 @@ def forward(
     config: ModelConfig,
     logits: str = "last",
     capture: tuple[str, ...] = (),
-) -> tuple[jax.Array, KVCache, dict[str, jax.Array]]:
+    tail: int | None = None,
+) -> tuple[jax.Array | None, KVCache, dict[str, jax.Array]]:
     """One step of the whole model: prefill chunk, decode or verify.
+
+    With `tail`, a chunk of a prompt goes through the encoder, and of the decoder only the first layer's KV and index
+    keys are computed; the last `batch.tail` tokens of each row go through the rest, with windows that begin there (CED
+    prefill, serving.md section 3.1). All that follows a step without a tail is what the encoder needs.
 
     Args:
       params: as `abstract_params`.
@@ -139,30 +144,30 @@ def forward(
       forced: choices to replay.
       config: static.
       logits: "last": of each row's last real token; "all": of every token.
-      capture: names out of `CAPTURES`.
+      capture: names out of `CAPTURES`. What decoder layers report has the rows of the tail.
+      tail: None: every layer on every token. Else rows of the tail's step, at least the largest `batch.tail`; 0: no
+        decoder, no logits.
 
     Returns:
-      logits float32 [B, 1, V] or [B, T, V] (rows of padding tokens are meaningless), cache, aux. A sequence that lacks
-      assigned pages gets NaN, never a plausible answer from half its context.
+      logits float32 [B, 1, V] or [B, T, V] (rows of padding tokens are meaningless; with a tail: [B, tail, V]), cache,
+      aux. A sequence that lacks assigned pages gets NaN, never a plausible answer from half its context.
     """
-    if logits not in ("last", "all"):
-        raise ValueError(f"logits: expected 'last' or 'all', got {logits!r}")
-    if unknown := set(capture) - set(CAPTURES):
-        raise ValueError(f"capture: unknown names {sorted(unknown)}, expected some of {CAPTURES}")
-    if "taps" in capture and not config.text_config.num_nextn_predict_layers:
-        raise ValueError("capture: 'taps' of a model without a drafter")
-    model = bind(config, params)
+    _check_static(config, logits, capture, tail)
+    model, forced = bind(config, params), forced or ForcedChoices()
+    end = config.text_config.num_hidden_layers
+    middle = end if tail is None else layer_schedule(config.text_config).decoder_start
     streams, pre = model.start(batch)
-    streams, pre, cache, _, aux = model.run(
-        streams,
-        pre,
-        batch,
-        cache,
-        None,
-        range(config.text_config.num_hidden_layers),
-        forced or ForcedChoices(),
-        capture,
-    )
+    streams, pre, cache, _, aux = model.run(streams, pre, batch, cache, None, range(middle), forced, capture)
+    has_pages = _has_pages(batch, cache)
+    if tail is not None:
+        first = model.layers[middle]
+        cache = first.attn.compress(first.attention_input(streams, pre), batch, cache)
+        if not tail:
+            return None, cache, aux
+        begin, batch = batch.num_new - batch.tail, batch.tail_batch(tail)
+        streams, pre = take_rows(streams, begin, tail), take_rows(pre, begin, tail)
+        streams, pre, cache, _, more = model.run(streams, pre, batch, cache, None, range(middle, end), forced, capture)
+        aux |= more
     if "taps" in capture:
         taps = [aux.pop(f"tap.{i}") for i in range(len(config.text_config.dspark_target_layer_ids))]
         aux["main_hidden"] = jnp.concatenate(taps, axis=-1)
@@ -172,7 +177,18 @@ def forward(
         pre = jnp.take_along_axis(pre, last[..., None], axis=1)
     with jax.named_scope("head"):
         out = model.finish(streams, pre)
-    return jnp.where(_has_pages(batch, cache)[:, None, None], out, jnp.nan), cache, aux
+    return jnp.where(has_pages[:, None, None], out, jnp.nan), cache, aux
+
+
+def _check_static(config: ModelConfig, logits: str, capture: tuple[str, ...], tail: int | None) -> None:
+    if logits not in ("last", "all"):
+        raise ValueError(f"logits: expected 'last' or 'all', got {logits!r}")
+    if unknown := set(capture) - set(CAPTURES):
+        raise ValueError(f"capture: unknown names {sorted(unknown)}, expected some of {CAPTURES}")
+    if "taps" in capture and not config.text_config.num_nextn_predict_layers:
+        raise ValueError("capture: 'taps' of a model without a drafter")
+    if tail is not None and (problem := layer_schedule(config.text_config).tail_problem):
+        raise ValueError(f"tail: {problem}")
 
 
 def _has_pages(batch: ForwardBatch, cache: KVCache) -> jax.Array:

@@ -26,7 +26,7 @@ def compiled_forward():
     """`forward`, compiled once a shape for all models; the donated cache is updated in place."""
     return jax.jit(
         forward,
-        static_argnames=("config", "logits", "capture"),
+        static_argnames=("config", "logits", "capture", "tail"),
         donate_argnames=("cache",),
         compiler_options=compiler_options(),
     )
@@ -235,7 +235,8 @@ class Model:
         logits: str = "last",
         capture: tuple[str, ...] = (),
         forced: ForcedChoices | None = None,
-    ) -> tuple[jax.Array, KVCache, dict[str, jax.Array]]:
+        tail: int | None = None,
+    ) -> tuple[jax.Array | None, KVCache, dict[str, jax.Array]]:
         """One step: prefill chunk, decode or verify. The cache is consumed; use the returned one.
 
         Args and returns as in `dsv41.models.backbone.forward`.
@@ -254,4 +255,5 @@ class Model:
             if batch.slot.min() < 0 or batch.slot.max() >= cache.num_slots:
                 raise DSV41Error(f"batch: slots {batch.slot.tolist()} are not all in [0, {cache.num_slots})")
         batch = jax.tree.map(jnp.asarray, batch)
-        return compiled_forward()(self.params, batch, cache, forced, config=self.config, logits=logits, capture=capture)
+        static = {"config": self.config, "logits": logits, "capture": capture, "tail": tail}
+        return compiled_forward()(self.params, batch, cache, forced, **static)

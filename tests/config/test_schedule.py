@@ -129,3 +129,21 @@ def test_impossible_layer_ids(fields, message):
 
 def test_default_config_is_valid():
     assert layer_schedule(ModelConfig().text_config) == FLASH
+
+
+@pytest.mark.parametrize(
+    "fields, problem",
+    [
+        ({}, None),
+        ({"engram_layer_ids": (1, 7)}, "layer 7 of the decoder has an Engram"),
+        ({"candidate_source_layer_id": 4}, "layer 4 of the encoder builds the candidate pool"),
+        ({"dspark_target_layer_ids": (5, 9)}, "the drafter reads layer 5 of the encoder"),
+        (
+            {"compress_ratios": (0, 0, *(2,) * 10, 0, 0, 0)},
+            "layer 6, the first of the decoder, has compress ratio 2, not 1",
+        ),
+    ],
+)
+def test_what_a_decoder_on_a_tail_needs(fields, problem):
+    assert layer_schedule(changed(**fields)).tail_problem == problem
+    assert FLASH.tail_problem is None

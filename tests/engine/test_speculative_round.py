@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv41.cache import KVCache, assign_pages
+from dsv41.cache import assign_pages
 from dsv41.engine.speculative_step import (
     RoundInputs,
     VerifySchedule,
@@ -20,7 +20,7 @@ from dsv41.engine.speculative_step import (
 )
 from dsv41.ops.sampling import NO_TOKEN, SamplingParams, filtered_logprobs, sampling_arrays
 from dsv41.ops.verification import AcceptanceRule
-from pallas_kernels.page_layout import PAGE_ENTRIES
+from tests.models.cache_rows import committed_rows, same_rows
 from tests.models_for_tests import tiny_model
 
 BLOCK = 5
@@ -30,44 +30,6 @@ PROMPTS = ([0, 17, 42, 99, 5, 6], [0, 5, 6, 7, 8, 9, 10])
 LENGTH = 110  # tokens decoded plainly
 # One program for all tests in which the drafter drafts.
 UNFORCED = {"rule": AcceptanceRule.BLOCK, "schedule": VerifySchedule.BUDGET}
-
-
-@jax.jit
-def _entries(cache: KVCache) -> dict:
-    """All entries of the pools by slot and entry number, and the rings, as (values, scales)."""
-    layout, slots = cache.layout, jnp.arange(cache.num_slots)
-    found = {}
-    for k, ratio in enumerate(layout.ratios):
-        page, entry = layout.address(
-            cache.page_table, jnp.broadcast_to(jnp.arange(CAPACITY // ratio), (2, CAPACITY // ratio)), ratio
-        )
-        found[f"main.{k}"] = layout.main.gather(cache.main[k], page, entry)
-        keys = layout.index.read_pages(cache.index[k], page[:, ::PAGE_ENTRIES])
-        found[f"index.{k}"] = tuple(x.reshape(2, -1, x.shape[-1]) for x in keys)
-    for name in ("window", "draft_window"):
-        for n, ring in enumerate(getattr(cache, name)):
-            found[f"{name}.{n}"] = layout.window.read(ring, slots)
-    return found
-
-
-def committed_rows(cache: KVCache, lengths: list[int]) -> list[dict[str, np.ndarray]]:
-    """Everything that a sequence's next token may read, by name, for each slot."""
-    layout, window = cache.layout, tiny_model().config.text_config.sliding_window
-    entries, pending = jax.device_get((_entries(cache), cache.pending))
-    rows = []
-    for slot, length in enumerate(lengths):
-        found = {}
-        last = np.arange(max(length - window, 0), length) % layout.window.length
-        for name, pair in entries.items():
-            kind, _, k = name.partition(".")
-            keep = last if "window" in kind else slice(length // layout.ratios[int(k)])
-            found[name] = [x[slot, keep] for x in pair]
-        for k, ratio in enumerate(layout.ratios):
-            if ratio > 1:
-                open_group = np.arange(length // ratio * ratio, length)
-                found[f"pending.{k}"] = [pending[k][slot, open_group % layout.pending_rows]]
-        rows.append(found)
-    return rows
 
 
 def _prefill(tokens, history, cache):
@@ -135,12 +97,6 @@ def forced(tokens: list[list[int]], state, counts: list[int], rng: np.random.Gen
             drafts[count] = (row[at + count] + 1 + rng.integers(400)) % 500
         rows.append(drafts)
     return jnp.asarray(np.stack(rows), jnp.int32)
-
-
-def same_rows(actual: dict, expected: dict) -> None:
-    for name, arrays in expected.items():
-        for a, b in zip(actual[name], arrays, strict=True):
-            np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8), err_msg=name)
 
 
 @pytest.mark.parametrize("rule", AcceptanceRule)
