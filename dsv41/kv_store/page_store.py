@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import pathlib
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -78,6 +79,7 @@ class PageStore:
         self._fingerprint = fingerprint
         self._reported: set[str] = set()
         self.stats = StoreStats()
+        self._counting = threading.Lock()  # of reads; the writer counts under its own
         spec = {
             "driver": "file",
             "path": f"{self._directory.absolute()}/",
@@ -122,9 +124,10 @@ class PageStore:
             return self._writer.has(page.key)
         return (self._directory / RecordName.of(page).path).is_file()
 
-    def __len__(self) -> int:
+    @property
+    def num_records(self) -> int:
         """Committed records, of all models; the writer knows."""
-        return len(self._need_writer("its length"))
+        return len(self._need_writer("num_records"))
 
     @property
     def nbytes(self) -> int:
@@ -153,6 +156,16 @@ class PageStore:
         check_arrays("page store", arrays)
         return self._need_writer("put").put(page, arrays)
 
+    def unsaved(self, pages: Sequence[PageId]) -> list[PageId]:
+        """Those of a row's pages that are neither stored nor waiting to be: what to put, in this order, to have the row
+        whole. A page whose predecessor was dropped is not stored, so that a row is offered again from there.
+
+        Raises:
+          DSV41Error: the store was opened to read.
+        """
+        writer = self._need_writer("unsaved")
+        return [page for page in pages if writer.lacks(page)]
+
     def touch(self, pages: Sequence[PageId]) -> None:
         """Counts as a use of records that are in use elsewhere, so that they do not grow old. Nothing for a reader."""
         if self._writer is not None:
@@ -180,7 +193,7 @@ class PageStore:
                 found.append(stored)
                 good += 1
             if good < min(_READS, len(pages) - first):
-                self.stats.misses += 1
+                self._count(misses=1)
                 break
         self._count_hits(found)
         return found
@@ -196,7 +209,8 @@ class PageStore:
         else:
             names = list_group(self._directory, group_of(page))
         names = [name for name in names if name.parent == page.parent]
-        whole = [n for n in names if n.count <= page.count and page.head(n.count).key == n.key]
+        keys = {count: page.head(count).key for count in {name.count for name in names} if count <= page.count}
+        whole = [name for name in names if keys.get(name.count) == name.key]
         others = [name for name in names if name not in whole]
         wave = [*sorted(whole, key=lambda name: -name.count), *others][:_TAILS]
         futures = [self._files.read(name.path) for name in wave]
@@ -204,22 +218,26 @@ class PageStore:
         found = [(agreement(s.page, page), s) for s in stored if s is not None]
         tokens, best = max(found, key=lambda pair: pair[0], default=(0, None))
         if best is None:
-            self.stats.misses += 1
+            self._count(misses=1)
             return None
         self._count_hits([best])
         return best, tokens
 
     def _count_hits(self, found: list[StoredPage]) -> None:
-        self.stats.hits += len(found)
-        self.stats.hit_bytes += sum(stored.nbytes for stored in found)
+        self._count(hits=len(found), hit_bytes=sum(stored.nbytes for stored in found))
         self.touch([stored.page for stored in found])
+
+    def _count(self, **more: int) -> None:
+        with self._counting:
+            for name, number in more.items():
+                setattr(self.stats, name, getattr(self.stats, name) + number)
 
     def _finish(self, name: RecordName, future) -> StoredPage | None:
         """The page of a read in flight, if its record is there and good."""
         try:
             result = future.result()
         except Exception as e:  # tensorstore raises ValueError for whatever the system refuses
-            self.stats.unreadable += 1
+            self._count(unreadable=1)
             self._report(name, f"cannot be read ({e}); skipped")
             return None
         if result.state != "value":
@@ -232,7 +250,7 @@ class PageStore:
                 raise DamagedRecord("its name has another parent, length or beginning than its content")
             return stored
         except DamagedRecord as e:
-            self.stats.damaged += 1
+            self._count(damaged=1)
             self._report(name, f"{e}; skipped")
             if self._writer is not None:
                 self._writer.discard(name.key)

@@ -47,7 +47,7 @@ class TierCounts:
 
 
 class PageTiers:
-    """Host memory over disk; either may be missing.
+    """Host memory over disk; either may be missing. One thread at a time looks things up.
 
     Args:
       page_tokens: tokens of a full page.
@@ -123,6 +123,10 @@ class PageTiers:
     def save(self, page: PageId, arrays: Arrays) -> bool:
         """Offers a page that is complete, or the end of a sequence, to the disk; whether it was queued."""
         return self._store is not None and self._store.writable and self._store.put(page, arrays)
+
+    def unsaved(self, pages: Sequence[PageId]) -> list[PageId]:
+        """Those of a row's pages to `save`, in this order, to have the row whole on disk; none without such a disk."""
+        return self._store.unsaved(pages) if self._store is not None and self._store.writable else []
 
     def demote(self, page: PageId, arrays: Arrays) -> bool:
         """Keeps a page that the device drops in host memory, and on disk if it is not there; whether in memory."""

@@ -58,7 +58,8 @@ class PrefixIndex:
     """Pages of a pool by prefix.
 
     The index is one of the holders of each page in it; sequences are others. It never changes a page and never
-    replaces one: the first who publishes a prefix stays, so that nobody's context changes under way.
+    replaces one: the first who publishes a prefix stays, so that nobody's context changes under way. Index and pool
+    belong to one thread.
 
     Args:
       pool: the pages' holders.

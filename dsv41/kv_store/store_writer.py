@@ -35,16 +35,23 @@ class _Waiting(NamedTuple):
 
 def _take_lock(directory: pathlib.Path) -> int:
     """The open lock file. The system lets go of it when the process ends, however it ends."""
-    file = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    path = directory / LOCK_NAME
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as e:
+        raise DSV41Error(f"{path}: cannot open the page store to write ({e.strerror or e})") from e
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as e:
+    except BlockingIOError as e:
         holder = os.read(file, 32).decode(errors="replace").strip()
         os.close(file)
         raise DSV41Error(
             f"{directory}: another process (pid {holder or 'unknown'}) writes to this page store, expected none; "
             f"open it with writable=False to read"
         ) from e
+    except OSError as e:
+        os.close(file)
+        raise DSV41Error(f"{path}: cannot lock the page store ({e.strerror or e})") from e
     os.ftruncate(file, 0)
     os.write(file, f"{os.getpid()}\n".encode())
     return file
@@ -121,6 +128,11 @@ class StoreWriter:
     def _has_parent(self, page: PageId, others: Iterable[bytes]) -> bool:
         return page.parent == self._fingerprint or page.parent in self._index or page.parent in others
 
+    def lacks(self, page: PageId) -> bool:
+        """Whether a page is neither committed nor waiting to be."""
+        with self._changed:
+            return page.key not in self._index and page.key not in self._waiting
+
     def touch(self, keys: Iterable[bytes]) -> None:
         """Marks records as just used."""
         with self._changed:
@@ -180,10 +192,11 @@ class StoreWriter:
         for page, _ in batch:
             size = len(records[page.key])
             with self._changed:
+                follows = self._has_parent(page, {p.key for p, *_ in pending})
                 fits = self._index.nbytes + sum(size for *_, size in pending) + size <= self._budget
-                wanted = fits and self._has_parent(page, {p.key for p, *_ in pending})
-                self._stats.dropped += not wanted
-            if wanted:
+                self._stats.orphans += not follows
+                self._stats.dropped += follows and not fits
+            if follows and fits:
                 pending.append((page, self._files.write(RecordName.of(page).path, records[page.key]), size))
         for page, written, size in pending:
             try:
@@ -213,10 +226,15 @@ class StoreWriter:
             self._index.add(record)
             self._stats.written += 1
             self._stats.written_bytes += record.nbytes
-            for other in self._index.group(record.name.group):
-                shorter = other.name.count < page.count and other.name.parent == page.parent
-                if shorter and page.head(other.name.count).key == other.name.key:
-                    self._remove(other)
+            self._remove_beginnings(page, record.name)
+
+    def _remove_beginnings(self, page: PageId, name: RecordName) -> None:
+        """Removes tails that the page goes on from: it serves whoever asks for them."""
+        tails = [r for r in self._index.group(name.group) if r.name.count < page.count and r.name.parent == page.parent]
+        keys = {count: page.head(count).key for count in {tail.name.count for tail in tails}}
+        for tail in tails:
+            if keys[tail.name.count] == tail.name.key:
+                self._remove(tail)
 
     def collect(self) -> None:
         """Removes what is older than its lifetime or beyond the budget, now."""

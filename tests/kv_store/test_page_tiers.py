@@ -83,7 +83,7 @@ def test_what_leaves_the_device_goes_to_both(tiers):
     assert tiers.demote(pages[1], page_arrays(pages[1]))
     assert tiers.demote(pages[0], page_arrays(pages[0]))
     tiers.store.flush()
-    assert (len(tiers.host), len(tiers.store)) == (2, 2)
+    assert (len(tiers.host), tiers.store.num_records) == (2, 2)
     tiers.host.clear()
     tiers.touch(pages)
     assert tiers.find(pages, 0, 2 * PAGE).tokens == 2 * PAGE
@@ -92,6 +92,7 @@ def test_what_leaves_the_device_goes_to_both(tiers):
 def test_either_tier_may_be_missing(tmp_path):
     pages = pages_of(tokens(PAGE + 20))
     none = PageTiers(PAGE)
+    assert none.unsaved(pages) == []
     assert not none.demote(pages[0], page_arrays(pages[0]))
     none.touch(pages)
     assert none.find(pages, 0, PAGE).tokens == 0
@@ -105,6 +106,7 @@ def test_either_tier_may_be_missing(tmp_path):
             assert not disk.demote(page, page_arrays(page))
         store.flush()
         reading = PageTiers(PAGE, store=PageStore(tmp_path, ROOT, writable=False))
+        assert reading.unsaved(pages) == []
         assert not reading.save(pages[0], page_arrays(pages[0]))
         for opened in (disk, reading):
             assert opened.find(pages, 0, PAGE + 20).tokens == PAGE + 20
