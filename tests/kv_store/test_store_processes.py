@@ -22,7 +22,8 @@ REPOSITORY = pathlib.Path(__file__).parents[2]
 
 @contextlib.contextmanager
 def process(mode, directory):
-    command = [sys.executable, "-m", "tests.kv_store.store_process", mode, str(directory)]
+    # JAX warns of every fork; the children do not use it.
+    command = [sys.executable, "-W", "ignore", "-m", "tests.kv_store.store_process", mode, str(directory)]
     started = subprocess.Popen(
         command, cwd=REPOSITORY, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
