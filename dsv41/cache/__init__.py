@@ -13,6 +13,7 @@ from dsv41.cache.kv_cache import (
     write_window,
 )
 from dsv41.cache.layout import FORMAT_VERSION, CacheLayout
+from dsv41.cache.page_io import copy_page, read_page, read_rings, set_page_table, write_page, write_rings
 from dsv41.cache.pages import PagePool
 
 __all__ = [
@@ -25,8 +26,14 @@ __all__ = [
     "abstract_cache",
     "assign_pages",
     "cache_bytes",
+    "copy_page",
     "init_cache",
+    "read_page",
+    "read_rings",
     "read_window",
+    "set_page_table",
     "take_rows",
+    "write_page",
+    "write_rings",
     "write_window",
 ]

@@ -6,7 +6,11 @@ from dsv41.engine.confidence_calibration import (
     load_temperatures,
     save_temperatures,
 )
+from dsv41.engine.engine import Engine
+from dsv41.engine.engine_options import EngineOptions
+from dsv41.engine.engine_request import EngineResult, Event
 from dsv41.engine.generate import PREFILL_CHUNK, check_prompts, generate
+from dsv41.engine.metrics import EngineMetrics, RequestMetrics
 from dsv41.engine.request import GenerationResult, Timings
 from dsv41.engine.speculation import Speculation, SpeculationRecord
 from dsv41.engine.speculative_step import VerifySchedule
@@ -17,7 +21,13 @@ from dsv41.engine.throughput_table import ThroughputTable, load_throughput_table
 __all__ = [
     "PREFILL_CHUNK",
     "ConfidenceTemperatures",
+    "Engine",
+    "EngineMetrics",
+    "EngineOptions",
+    "EngineResult",
+    "Event",
     "GenerationResult",
+    "RequestMetrics",
     "Speculation",
     "SpeculationRecord",
     "TextStream",

@@ -73,7 +73,7 @@ class RoundInputs:
     """What the host decides about a round."""
 
     sampling: SamplingArrays
-    stop_ids: jax.Array  # int32 [S], -1 unused
+    stop_ids: jax.Array  # int32 [S] of all rows or [B, S], -1 unused
     temperatures: jax.Array  # float32 [K] of the confidences
     budget: jax.Array  # int32 [] drafts of the whole batch, for BUDGET
     steps_per_second: jax.Array | None  # float32 [N] by tokens of a batch with every row in use; only for GREEDY
@@ -158,7 +158,7 @@ def _lengths(state: RequestState, survivals: jax.Array, inputs: RoundInputs, sch
     return caps
 
 
-def _verify_batch(
+def verify_batch(
     state: RequestState, drafts: jax.Array, lengths: jax.Array, lookup: StepLookup | None, config: ModelConfig
 ) -> ForwardBatch:
     """The anchor and the drafts as ordinary new tokens."""
@@ -207,7 +207,7 @@ def speculative_round(
     drafts, draft_laws = block.tokens[:, :most], draft_laws[:, :most]
     survivals = survival(block.confidence, inputs.temperatures)
     lengths = _lengths(state, survivals[:, :most], inputs, schedule, most) if most else jnp.zeros_like(state.start)
-    batch = _verify_batch(state, drafts, lengths, lookup, config)
+    batch = verify_batch(state, drafts, lengths, lookup, config)
     logits, cache, aux = forward(params, batch, cache, config=config, logits="all", capture=("taps",))
     with jax.named_scope("accept"):
         laws = filtered_logprobs(logits, inputs.sampling)
@@ -232,10 +232,10 @@ def speculative_round(
         confidence=jnp.where(active[:, None], block.confidence, 0),
         survival=jnp.where(active[:, None], survivals, 0),
     )
-    return _advance(state, batch.tokens, tokens, count, stopped), cache, output
+    return advance(state, batch.tokens, tokens, count, stopped), cache, output
 
 
-def _advance(
+def advance(
     state: RequestState, verified: jax.Array, tokens: jax.Array, count: jax.Array, stopped: jax.Array
 ) -> RequestState:
     """The state behind a round that gave `count` of `tokens` after verifying `verified` int32 [B, T]."""

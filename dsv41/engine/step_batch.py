@@ -20,8 +20,9 @@ def step_batch(
     shape: Shape,
     rows: Mapping[int, tuple[np.ndarray, np.ndarray]],
     images: Mapping[int, SpanEmbeds | None] | None = None,
+    slots: Mapping[int, int] | None = None,
 ) -> ForwardBatch:
-    """A step in which row i, which uses cache slot i, gets new tokens; all other rows are padding.
+    """A step in which row i gets new tokens; all other rows are padding.
 
     A batch that kept only its live rows would change its shape, and be compiled again, each time a row ends.
 
@@ -30,12 +31,13 @@ def step_batch(
       shape: (B, T) of the batch.
       rows: row -> (new token ids, at most T; ids of the same sequence that the cache holds already).
       images: row -> what stands for its image tokens; rows without images may be absent.
+      slots: row -> its cache slot; None: slot i for row i.
     """
     index = list(rows)
     batch = model.make_batch(
         [new for new, _ in rows.values()],
         [past for _, past in rows.values()],
-        slots=index,
+        slots=index if slots is None else [slots[i] for i in index],
         images=[images.get(i) for i in index] if images else None,
         padded=False,
     )

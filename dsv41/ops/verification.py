@@ -169,7 +169,7 @@ def emitted_tokens(
       drafts: int32 [B, K].
       accepted: int32 [B].
       next_token: int32 [B]; `NO_TOKEN` is handed on for the host to refuse.
-      stop_ids: int32 [S] of S stop ids; -1 is an unused place.
+      stop_ids: int32 [S] of S stop ids for all rows, or [B, S]; -1 is an unused place.
       remaining: int32 [B], tokens the request may still get; 0 in a row that is not in use.
 
     Returns:
@@ -178,7 +178,11 @@ def emitted_tokens(
     position = jnp.arange(drafts.shape[1] + 1)
     padded = jnp.pad(drafts, ((0, 0), (0, 1)))
     tokens = jnp.where(position == accepted[:, None], next_token[:, None], padded)
-    is_stop = jnp.any(tokens[..., None] == stop_ids, axis=-1) & (tokens >= 0) & (position <= accepted[:, None])
+    is_stop = (
+        jnp.any(tokens[..., None] == jnp.atleast_2d(stop_ids)[:, None], axis=-1)
+        & (tokens >= 0)
+        & (position <= accepted[:, None])
+    )
     # Beyond every row where there is none.
     until_stop = jnp.where(jnp.any(is_stop, axis=1), jnp.argmax(is_stop, axis=1) + 1, position.size + 1)
     count = jnp.minimum(jnp.minimum(accepted + 1, until_stop), jnp.maximum(remaining, 0)).astype(jnp.int32)

@@ -1,0 +1,258 @@
+"""The engine's device side: the cache, the state of its rows, and the compiled steps over them."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv41.cache import CacheLayout, ForwardBatch
+from dsv41.engine.engine_options import CED, EngineOptions
+from dsv41.engine.engine_request import EngineRequest
+from dsv41.engine.engine_step import compiled_plain_round, compiled_prefill_chunk, compiled_set_row
+from dsv41.engine.plain_batch import GREEDY
+from dsv41.engine.speculation import Speculation
+from dsv41.engine.speculative_step import (
+    RequestState,
+    RoundInputs,
+    RoundOutput,
+    VerifySchedule,
+    compiled_round,
+    request_state,
+    verify_widths,
+)
+from dsv41.engine.step_batch import idle_batch, step_batch
+from dsv41.models import Model, token_bucket
+from dsv41.ops.sampling import SamplingParams, sampling_arrays
+from dsv41.ops.verify_schedule import BudgetHistory
+
+# Rounds in flight: the host reads a round's tokens while the device runs the next one.
+_IN_FLIGHT = 2
+
+
+@dataclasses.dataclass(eq=False)
+class _Flight:
+    """A round that has been started: its output, and which request each row had."""
+
+    output: RoundOutput
+    requests: list[tuple[int, EngineRequest]]
+    stamp: np.ndarray
+
+
+class EngineRunner:
+    """Runs steps; what they are for is the engine's business."""
+
+    def __init__(self, model: Model, options: EngineOptions):
+        text = model.config.text_config
+        self._model, self._options = model, options
+        self.rows = options.max_requests
+        speculation = options.speculation
+        self._speculation = speculation if speculation is not None and speculation.drafts(model.config) else None
+        self._drafts = self._speculation.drafts(model.config) if self._speculation else 0
+        self.cache = model.init_cache(
+            self.rows, options.max_tokens, num_pages=options.num_pages or self._all_pages(), draft_tokens=self._drafts
+        )
+        self._window = text.sliding_window
+        # The last step of a prompt must have room for the tail that goes through the decoder.
+        self.chunk = token_bucket(max(options.prefill_chunk, self._window))
+        self._look_back = text.engram_max_ngram_size - 1 if text.engram_layer_ids else 0
+        self._state = jax.tree.map(jnp.asarray, request_state([], [], self.rows, self._look_back))
+        self._sampling = [GREEDY] * self.rows
+        self._stop = np.full((self.rows, options.stop_ids), -1, np.int32)
+        self._inputs: RoundInputs | None = None
+        self._flying: collections.deque[_Flight] = collections.deque()
+        self._rates = None
+        table = self._speculation.throughput if self._speculation else None
+        if table is not None:
+            self._rates = table.dense(self.rows)
+        self._history = BudgetHistory(self.rows, text.dspark_block_size, lag=_IN_FLIGHT - 1) if self._drafts else None
+        budget = self._drafts and self._speculation.schedule is VerifySchedule.BUDGET
+        self._widths = verify_widths(self._drafts) if budget else (self._drafts + 1,)
+
+    def _all_pages(self) -> int:
+        layout = CacheLayout.from_config(self._model.config.text_config)
+        return self.rows * layout.pages_for(self._options.max_tokens)
+
+    @property
+    def in_flight(self) -> bool:
+        return bool(self._flying)
+
+    @property
+    def tokens_ahead(self) -> int:
+        """Tokens behind those known that a round may write."""
+        return self._drafts + 1
+
+    def reach(self, request: EngineRequest) -> int:
+        """Tokens that the cache may hold of a request after the round that is to be started."""
+        return request.known - 1 + (len(self._flying) + 1) * self.tokens_ahead
+
+    # Rows
+
+    def set_sampling(self, row: int, sampling: SamplingParams, stop_ids: Sequence[int]) -> None:
+        """How the row's request draws, from the next step on."""
+        self._sampling[row] = sampling
+        self._stop[row] = -1
+        self._stop[row, : len(stop_ids)] = stop_ids
+        self._inputs = None
+
+    def begin(self, request: EngineRequest) -> None:
+        """The request is decoded from the next round on; all its tokens but the last are in the cache."""
+        if self._history is not None:
+            self._history.begin(request.row)
+        new = request_state([request.ids], [request.remaining], 1, self._look_back)
+        # Rounds of a request never repeat their number, also after it was set back: their noise must be fresh.
+        new.round[0] = request.new_tokens - 1
+        self._set_row(request.row, new)
+
+    def stop(self, row: int) -> None:
+        """The row is not decoded any more."""
+        if self._history is not None:
+            self._history.release(row)
+        self._set_row(row, request_state([], [], 1, self._look_back))
+
+    def _set_row(self, row: int, new: RequestState) -> None:
+        self._state = compiled_set_row()(self._state, jnp.int32(row), jax.tree.map(jnp.asarray, new))
+
+    def _round_inputs(self) -> RoundInputs:
+        if self._inputs is None:
+            block = self._model.config.text_config.dspark_block_size
+            temperatures = self._speculation.temperatures if self._speculation else None
+            greedy = self._drafts and self._speculation.schedule is VerifySchedule.GREEDY
+            self._inputs = RoundInputs(
+                sampling=jax.tree.map(jnp.asarray, sampling_arrays(self._sampling)),
+                stop_ids=jnp.asarray(self._stop),
+                temperatures=jnp.asarray(temperatures.values if temperatures else [1.0] * block, jnp.float32),
+                budget=jnp.int32(0),
+                steps_per_second=jnp.asarray(self._rates, jnp.float32) if greedy else None,
+            )
+        return self._inputs
+
+    # Prompts
+
+    def prefill(self, requests: Sequence[EngineRequest], sizes: Sequence[int]) -> list[int | None]:
+        """Forwards the next tokens of prompts; the token behind each prompt that is in now."""
+        shape = (self._options.prefill_rows, self.chunk)
+        taken = {
+            i: (r.ids[r.cursor : r.cursor + size], r.ids[: r.cursor])
+            for i, (r, size) in enumerate(zip(requests, sizes, strict=True))
+        }
+        images = {i: r.embeds for i, r in enumerate(requests) if r.embeds is not None}
+        slots = {i: r.row for i, r in enumerate(requests)}
+        batch = step_batch(self._model, shape, taken, images, slots)
+        for request, size in zip(requests, sizes, strict=True):
+            request.cursor += size
+        ends = [r.cursor == r.target for r in requests]
+        tails = [min(self._window, r.target - r.floor) if end else 0 for r, end in zip(requests, ends, strict=True)]
+        batch = self._with_limits(batch, requests, tails)
+        params = [r.sampling for r in requests] + [GREEDY] * (shape[0] - len(requests))
+        drawn = [r.new_tokens for r in requests] + [0] * (shape[0] - len(requests))
+        ids = self._forward(batch, params, drawn, any(ends))
+        if not any(ends):
+            return [None] * len(requests)
+        ids = jax.device_get(ids)
+        return [int(ids[i]) if end else None for i, end in enumerate(ends)]
+
+    def _with_limits(
+        self, batch: ForwardBatch, requests: Sequence[EngineRequest], tails: Sequence[int]
+    ) -> ForwardBatch:
+        def column(values: list[int]) -> np.ndarray:
+            return np.array(values + [0] * (batch.tokens.shape[0] - len(values)), np.int32)
+
+        return dataclasses.replace(
+            batch,
+            window_floor=column([r.floor for r in requests]),
+            write_from=column([r.write_from for r in requests]),
+            tail=column(list(tails)) if self._options.prefill == CED else None,
+        )
+
+    def _forward(self, batch: ForwardBatch, params: list[SamplingParams], drawn: list[int], ends: bool):
+        tail = (min(self._window, self.chunk) if ends else 0) if self._options.prefill == CED else None
+        m = self._model
+        ids, self.cache = compiled_prefill_chunk()(
+            m.params,
+            m.drafter if self._drafts else None,
+            jax.tree.map(jnp.asarray, batch),
+            self.cache,
+            jax.tree.map(jnp.asarray, sampling_arrays(params)),
+            jnp.asarray(drawn, jnp.int32),
+            config=m.config,
+            tail=tail,
+        )
+        return ids
+
+    # Rounds
+
+    def may_start(self, live: Sequence[EngineRequest]) -> bool:
+        """Whether another round is worth starting: one in flight may already give a request its last token."""
+        return len(self._flying) < _IN_FLIGHT and any(r.remaining > len(self._flying) for r in live)
+
+    def start_round(self, live: Sequence[EngineRequest]) -> None:
+        """Starts a round of the requests that are decoded."""
+        inputs, width = self._round_inputs(), self._widths[-1]
+        stamp = np.zeros(0)
+        if self._history is not None:
+            if self._speculation.schedule is VerifySchedule.BUDGET:
+                inputs, width = self._budget(live, inputs)
+            stamp = self._history.stamp()
+        output = self._run_round(width, inputs)
+        self._flying.append(_Flight(output, [(r.row, r) for r in live], stamp))
+
+    def _budget(self, live: Sequence[EngineRequest], inputs: RoundInputs) -> tuple[RoundInputs, int]:
+        # A round in flight gives a request at least one token, which cannot be drafted any more.
+        caps = np.zeros(self.rows, np.int32)
+        for r in live:
+            caps[r.row] = max(min(r.remaining - len(self._flying) - 1, self._drafts), 0)
+        budget = self._history.budget(caps, self._rates[self.rows - len(live) :])
+        width = next(w for w in self._widths if w > min(budget, self._drafts))
+        return dataclasses.replace(inputs, budget=jnp.int32(budget)), width
+
+    def _run_round(self, width: int, inputs: RoundInputs) -> RoundOutput:
+        m = self._model
+        if not self._drafts:
+            self._state, self.cache, output = compiled_plain_round()(
+                m.params, self._state, self.cache, inputs, m.step_lookup, config=m.config
+            )
+            return output
+        how: Speculation = self._speculation
+        self._state, self.cache, output = compiled_round()(
+            m.params, m.drafter, self._state, self.cache, inputs, m.step_lookup,
+            config=m.config, rule=how.rule, schedule=how.schedule, width=width,
+        )  # fmt: skip
+        return output
+
+    def finish_round(self) -> list[tuple[EngineRequest, list[int], int, int]]:
+        """The oldest round in flight, if any: (request, its new tokens, drafts verified, drafts accepted)."""
+        if not self._flying:
+            return []
+        flight = self._flying.popleft()
+        output = jax.device_get(flight.output)
+        if self._history is not None:
+            self._history.record(output.survival, flight.stamp)
+        return [
+            (
+                request,
+                output.tokens[row, : output.count[row]].tolist(),
+                int(output.verified[row]),
+                int(output.accepted[row]),
+            )
+            for row, request in flight.requests
+            if output.count[row]
+        ]
+
+    def warm_up(self) -> None:
+        """Runs every step once without tokens."""
+        rows = self._options.prefill_rows
+        with_images = (False, True) if self._model.vision is not None else (False,)
+        for images in with_images:
+            batch = idle_batch(self._model, (rows, self.chunk), with_images=images)
+            batch = self._with_limits(batch, [], [0] * rows)
+            for ends in (False, True) if self._options.prefill == CED else (True,):
+                self._forward(batch, [GREEDY] * rows, [0] * rows, ends)
+        for row in range(self.rows):
+            self.stop(row)
+        for width in self._widths:
+            jax.block_until_ready(self._run_round(width, self._round_inputs()))

@@ -1,0 +1,108 @@
+"""The compiled programs of the engine: a prefill chunk, a plain decoding round, a change of one row's state."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from dsv41.cache import ForwardBatch, KVCache
+from dsv41.config import ModelConfig
+from dsv41.engine.speculative_step import RequestState, RoundInputs, RoundOutput, advance, verify_batch
+from dsv41.engram_store import StepLookup
+from dsv41.models import Params, bind_drafter, forward
+from dsv41.ops.sampling import SamplingArrays, sample, step_keys
+from dsv41.ops.verification import emitted_tokens
+from pallas_kernels.fixed_order import compiler_options
+
+
+def prefill_chunk(
+    params: Params,
+    drafter: Params | None,
+    batch: ForwardBatch,
+    cache: KVCache,
+    sampling: SamplingArrays,
+    drawn: jax.Array,
+    *,
+    config: ModelConfig,
+    tail: int | None,
+) -> tuple[jax.Array | None, KVCache]:
+    """A chunk of prompts, and for each row the token that follows it.
+
+    Args:
+      params, drafter: of the backbone and of the drafter; None: nothing will be drafted.
+      batch, cache, tail: as in `dsv41.models.forward`.
+      sampling: of the rows.
+      drawn: int32 [B] tokens drawn for the row's request before.
+      config: static.
+
+    Returns:
+      int32 [B] ids, of meaning only for rows whose prompt ends with this chunk; None if `tail` is 0. The cache.
+    """
+    capture = ("taps",) if drafter is not None and tail != 0 else ()
+    logits, cache, aux = forward(params, batch, cache, config=config, capture=capture, tail=tail)
+    if tail == 0:
+        return None, cache
+    if drafter is not None:
+        seen = batch if tail is None else batch.tail_batch(tail)
+        cache = bind_drafter(config, drafter).remember(aux["main_hidden"], seen, cache)
+    return sample(logits[:, 0], step_keys(sampling.seed, drawn), sampling), cache
+
+
+def plain_round(
+    params: Params,
+    state: RequestState,
+    cache: KVCache,
+    inputs: RoundInputs,
+    lookup: StepLookup | None,
+    *,
+    config: ModelConfig,
+) -> tuple[RequestState, KVCache, RoundOutput]:
+    """A round without drafts: every request in use gets one token. Arguments and results as of `speculative_round`."""
+    rows = state.anchor.shape[0]
+    none = jnp.zeros(rows, jnp.int32)
+    drafts = jnp.zeros((rows, 0), jnp.int32)
+    batch = verify_batch(state, drafts, none, lookup, config)
+    logits, cache, _ = forward(params, batch, cache, config=config)
+    # The first token was drawn with the prompt.
+    following = sample(logits[:, 0], step_keys(inputs.sampling.seed, state.round + 1), inputs.sampling)
+    tokens, count, stopped = emitted_tokens(drafts, none, following, inputs.stop_ids, state.remaining)
+    empty = jnp.zeros((rows, 0), jnp.float32)
+    output = RoundOutput(tokens=tokens, count=count, verified=none, accepted=none, confidence=empty, survival=empty)
+    return advance(state, batch.tokens, tokens, count, stopped), cache, output
+
+
+def set_row(state: RequestState, row: jax.Array, new: RequestState) -> RequestState:
+    """The state with row `row` replaced by the only row of `new`; its slot stays."""
+    replaced = jax.tree.map(lambda old, value: old.at[row].set(value[0]), state, new)
+    return dataclasses.replace(replaced, slot=state.slot)
+
+
+@functools.cache
+def compiled_prefill_chunk():
+    """`prefill_chunk`, compiled once a shape for all models; the cache is updated in place."""
+    return jax.jit(
+        prefill_chunk,
+        static_argnames=("config", "tail"),
+        donate_argnames=("cache",),
+        compiler_options=compiler_options(),
+    )
+
+
+@functools.cache
+def compiled_plain_round():
+    """`plain_round`, compiled once a shape for all models; state and cache are updated in place."""
+    return jax.jit(
+        plain_round,
+        static_argnames=("config",),
+        donate_argnames=("state", "cache"),
+        compiler_options=compiler_options(),
+    )
+
+
+@functools.cache
+def compiled_set_row():
+    """`set_row`, compiled once; the state is updated in place."""
+    return jax.jit(set_row, donate_argnames=("state",))
