@@ -19,7 +19,7 @@ from dsv41.engine.engine_request import EngineRequest, EngineResult, Event, Stat
 from dsv41.engine.engine_runner import EngineRunner
 from dsv41.engine.generate import check_prompts
 from dsv41.engine.metrics import EngineMetrics, RequestMetrics
-from dsv41.engine.prefix_pages import PrefixPages
+from dsv41.engine.prefix_pages import Hit, PrefixPages, SequencePages
 from dsv41.engine.speculation import check_drafter
 from dsv41.images import PreparedImage
 from dsv41.kv_store import ImageSpan, PageTiers, SnapshotPool, cache_fingerprint
@@ -71,6 +71,7 @@ class Engine:
         )
         self._requests: dict[int, EngineRequest] = {}
         self._queue: collections.deque[EngineRequest] = collections.deque()
+        self._refused: EngineRequest | None = None  # the queue's head, if no page was given back since it found too few
         self._rows: list[EngineRequest | None] = [None] * options.max_requests
         self._ids, self._order = itertools.count(), itertools.count()
         self._events: list[Event] = []
@@ -109,6 +110,9 @@ class Engine:
         stop = (self._model.config.eos_token_id,) if stop_ids is None else tuple(stop_ids)
         if len(stop) > self._options.stop_ids:
             raise DSV41Error(f"request: {len(stop)} stop ids, the engine's options allow {self._options.stop_ids}")
+        vocab = self._model.config.text_config.vocab_size
+        if unknown := [token for token in stop if not 0 <= token < vocab]:
+            raise DSV41Error(f"request: stop id {unknown[0]}, expected an id in [0, {vocab})")
         positions = self._model.check_images(ids, images, what="request")
         buffer = np.concatenate([ids, np.zeros(max_new_tokens, np.int64)])
         request = EngineRequest(
@@ -182,7 +186,13 @@ class Engine:
     # Steps
 
     def warm_up(self) -> None:
-        """Compiles everything that serving can need."""
+        """Compiles everything that serving can need.
+
+        Raises:
+          DSV41Error: a request is under way.
+        """
+        if self.busy:
+            raise DSV41Error("engine: a request is under way")
         self._run.warm_up()
         self._run.cache = self._prefix.warm_up(self._run.cache)
 
@@ -198,22 +208,36 @@ class Engine:
 
     def _admit(self) -> None:
         """Gives rows and pages to waiting requests, first come first served."""
-        while self._queue and None in self._rows:
+        while self._queue and None in self._rows and self._queue[0] is not self._refused:
             request = self._queue[0]
             if not self._open(request, self._rows.index(None)):
+                self._refused = request
                 return
             self._queue.popleft()
 
-    def _open(self, request: EngineRequest, row: int) -> bool:
-        prefix, ids = self._prefix, request.ids
-        if request.reuse:
-            hit = prefix.find(ids, request.spans, with_snapshot=self._options.prefill == CED)
-        else:
-            hit = prefix.cold(ids, request.spans)
-        tokens = min(len(ids) + self._run.tokens_ahead, len(request.buffer))
+    def _find(self, request: EngineRequest, most: int) -> Hit:
+        """How a request can go on from up to `most` tokens that are there."""
+        if not request.reuse or not most:
+            return self._prefix.cold(request.ids, request.spans)
+        return self._prefix.find(request.ids, request.spans, most, with_snapshot=self._options.prefill == CED)
+
+    def _take_pages(self, request: EngineRequest, row: int) -> tuple[Hit, SequencePages | None]:
+        prefix, size = self._prefix, self._prefix.size
+        tokens = min(request.known + self._run.tokens_ahead, len(request.buffer))
+        hit = self._find(request, request.known - 1)
         self._run.cache, pages = prefix.open(self._run.cache, row, hit, tokens, request.spans)
+        if pages is None and hit.tokens % size and not any(self._rows):
+            # The page that the hit ends in and its copy are one page too many for the pool, and waiting won't help.
+            hit = self._find(request, hit.tokens - hit.tokens % size)
+            hit = self._find(request, 0) if hit.tokens % size else hit
+            self._run.cache, pages = prefix.open(self._run.cache, row, hit, tokens, request.spans)
+        return hit, pages
+
+    def _open(self, request: EngineRequest, row: int) -> bool:
+        hit, pages = self._take_pages(request, row)
         if pages is None:
             return False
+        ids = request.ids
         request.row, request.order, request.pages = row, next(self._order), pages
         request.status, self._rows[row] = Status.PREFILL, request
         replayed = 0 if hit.snapshot is not None else min(hit.tokens, self._window)
@@ -226,7 +250,7 @@ class Engine:
         self._count_admission(request, hit, replayed)
         return True
 
-    def _count_admission(self, request: EngineRequest, hit, replayed: int) -> None:
+    def _count_admission(self, request: EngineRequest, hit: Hit, replayed: int) -> None:
         total = self.metrics
         mine = request.metrics
         if mine.admitted is None:
@@ -309,10 +333,11 @@ class Engine:
         for i, token in enumerate(tokens):
             if token == NO_TOKEN:
                 request.error = f"new token {request.new_tokens}: the model's logits hold NaN or infinity"
+                self.metrics.failed += 1
                 self._end(request, "error", tokens[:i])
                 return False
             request.append(int(token))
-        self.metrics.new_tokens += len(tokens)
+            self.metrics.new_tokens += 1
         if request.finish_reason is not None:
             self._leave(request, request.known - 1, final=True)
             self.metrics.finished += 1
@@ -324,6 +349,7 @@ class Engine:
     def _leave(self, request: EngineRequest, committed: int, *, final: bool) -> None:
         """Leaves pages and window state of the committed tokens for later prompts."""
         if request.reuse and committed:
+            self._refused = None
             cache, row, pages = self._run.cache, request.row, request.pages
             self._run.cache = self._prefix.publish(cache, row, pages, request.ids[:committed], final=final)
             self._prefix.snapshot(self._run.cache, row, pages, committed)
@@ -338,9 +364,15 @@ class Engine:
         self._events.append(Event(request=request.id, token_ids=tuple(map(int, tokens)), finish_reason=reason))
 
     def _vacate(self, request: EngineRequest) -> None:
+        self._refused = None
         self._run.stop(request.row)
         self._run.cache = self._prefix.close(self._run.cache, request.row, request.pages)
         self._rows[request.row], request.pages = None, None
+
+    def device_pages(self) -> tuple[int, int]:
+        """Pages on the device that a prompt can go on from, and their bytes."""
+        pages = self._prefix.index.counts().pages
+        return pages, pages * self._run.cache.layout.page_bytes
 
     def leaks(self) -> dict[str, int]:
         """What is held although nothing is under way; all zero if the books are right.

@@ -49,6 +49,7 @@ class EngineMetrics:
     requests: int = 0  # added
     finished: int = 0
     aborted: int = 0
+    failed: int = 0  # ended by an error
     preemptions: int = 0
     prompt_tokens: int = 0  # of admitted requests
     fresh_tokens: int = 0

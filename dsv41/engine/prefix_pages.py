@@ -90,10 +90,9 @@ class PrefixPages:
         """A prompt that goes on from nothing."""
         return Hit(tokens=0, page_ids=split_row(self._root, ids, self.size, spans))
 
-    def find(self, ids: np.ndarray, spans: Sequence[ImageSpan], *, with_snapshot: bool) -> Hit:
-        """The longest usable prefix of a prompt on the device, in host memory or on disk."""
+    def find(self, ids: np.ndarray, spans: Sequence[ImageSpan], limit: int, *, with_snapshot: bool) -> Hit:
+        """The longest usable prefix of a prompt, of up to `limit` tokens, on the device, in host memory or on disk."""
         page_ids = split_row(self._root, ids, self.size, spans)
-        limit = len(ids) - 1
         match = self.index.match(page_ids, limit)
         found, tokens = None, match.tokens
         before = self._disk_tokens()
