@@ -10,6 +10,19 @@ from dsv41.engine.speculation import Speculation
 CED, FULL = "ced", "full"
 
 
+def check_prefill(prefill: str, config: ModelConfig | None = None) -> None:
+    """Refuses a kind of prefill that there is not, or that does not fit the model.
+
+    Raises:
+      DSV41Error: it says which.
+    """
+    if prefill not in (CED, FULL):
+        raise DSV41Error(f"prefill: expected {CED!r} or {FULL!r}, got {prefill!r}")
+    problem = layer_schedule(config.text_config).tail_problem if config is not None else None
+    if prefill == CED and problem:
+        raise DSV41Error(f"prefill 'ced' does not fit this model: {problem}; use 'full'")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """Sizes and modes of an engine; all memory is taken when it starts.
@@ -46,8 +59,7 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise DSV41Error(f"engine: {name}: expected 1 or more, got {value}")
-        if self.prefill not in (CED, FULL):
-            raise DSV41Error(f"engine: prefill: expected {CED!r} or {FULL!r}, got {self.prefill!r}")
+        check_prefill(self.prefill)
 
     def check(self, config: ModelConfig) -> None:
         """Refuses what the model rules out.
@@ -60,8 +72,6 @@ class EngineOptions:
             raise DSV41Error(
                 f"engine: max_tokens={self.max_tokens} exceeds max_position_embeddings={text.max_position_embeddings}"
             )
-        problem = layer_schedule(text).tail_problem
-        if self.prefill == CED and problem:
-            raise DSV41Error(f"engine: prefill 'ced' does not fit this model: {problem}; use 'full'")
+        check_prefill(self.prefill, config)
         if self.speculation is not None:
             self.speculation.drafts(config)

@@ -10,6 +10,7 @@ import numpy as np
 
 from dsv41.engine.metrics import RequestMetrics
 from dsv41.engine.prefix_pages import SequencePages
+from dsv41.engine.request import chunk_size
 from dsv41.images import PreparedImage
 from dsv41.kv_store import ImageSpan
 from dsv41.models import SpanEmbeds
@@ -111,11 +112,7 @@ class EngineRequest:
 
     def chunk(self, most: int, tail: int) -> int:
         """Tokens of the next prefill step: up to `most`, but so that the last step has at least `tail`."""
-        left = self.target - self.cursor
-        if left <= most:
-            return left
-        tail = min(tail, self.target - self.floor)
-        return min(most, left - tail) if left - most < tail else most
+        return chunk_size(self.target - self.cursor, most, min(tail, self.target - self.floor))
 
     def result(self) -> EngineResult:
         return EngineResult(

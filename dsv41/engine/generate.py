@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from dsv41.config import DSV41Error, ModelConfig
+from dsv41.engine.engine_options import CED, FULL, check_prefill
 from dsv41.engine.plain_batch import GREEDY, PlainBatch
 from dsv41.engine.request import CacheSizes, GenerationResult, Request
 from dsv41.engine.speculation import Speculation, check_drafter
@@ -99,6 +100,7 @@ def generate(
     sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
     stop_ids: Sequence[int] | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
+    prefill: str = FULL,
     speculate: Speculation | None = None,
     images: Sequence[Sequence[PreparedImage]] | None = None,
     on_token: OnToken | None = None,
@@ -121,7 +123,9 @@ def generate(
       max_new_tokens: tokens a request draws at most.
       sampling: for all requests, or one for each.
       stop_ids: drawing one of them ends a request; it stays the last of its token_ids. None: the config's eos_token_id.
-      prefill_chunk: prompt tokens a row forwards in one step.
+      prefill_chunk: prompt tokens a row forwards in one step; with prefill "ced" no fewer than `sliding_window`.
+      prefill: "full": every layer on every prompt token; "ced": the decoder on the last `sliding_window` prompt tokens
+        only, an approximation behind longer prompts (serving.md section 3), and the same bits up to there.
       speculate: how to speculate; None: plain decoding.
       images: for each prompt, its images in the order of their spans, which are laid out in it (`expand_images`).
       on_token: called with (request, token id) for every new token, stop tokens included.
@@ -134,15 +138,21 @@ def generate(
     """
     requests = _requests(model, prompts, images, max_new_tokens)
     each, stop = _check_options(model, len(requests), sampling, stop_ids, prefill_chunk)
+    check_prefill(prefill, model.config)
     drafts = 0 if speculate is None else speculate.drafts(model.config)
     if drafts:
         check_drafter(model)
     called = time.perf_counter()
-    longest = max(r.prompt_tokens for r in requests)
+    longest, window = max(r.prompt_tokens for r in requests), model.config.text_config.sliding_window
+    tail = window if prefill == CED and longest > window else None
+    chunk = min(max(prefill_chunk, tail or 0), longest)
     cache = init_run_cache(model, len(requests), longest + max_new_tokens, draft_tokens=drafts)
     sizes = CacheSizes.of(cache)
-    arguments = (model, requests, each, min(prefill_chunk, longest), cache)
-    batch = SpeculativeBatch(*arguments, speculation=speculate, stop_ids=stop) if drafts else PlainBatch(*arguments)
+    if drafts:
+        speculation = {"speculation": speculate, "stop_ids": stop}
+        batch = SpeculativeBatch(model, requests, each, chunk, cache, tail=tail, **speculation)
+    else:
+        batch = PlainBatch(model, requests, each, chunk, cache, tail=tail)
     batch.warm_up()
     started = time.perf_counter()
     batch.embed_images()

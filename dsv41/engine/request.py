@@ -85,6 +85,13 @@ class CacheSizes:
         )
 
 
+def chunk_size(left: int, most: int, tail: int) -> int:
+    """Tokens of a prompt's next step: up to `most` of the `left` ones, but so that the last step has `tail` or more."""
+    if left <= most:
+        return left
+    return min(most, left - tail) if left - most < tail else most
+
+
 class Request:
     """Ids known so far, and how many of them are in the cache."""
 

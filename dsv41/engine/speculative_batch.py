@@ -41,10 +41,11 @@ class SpeculativeBatch(PlainBatch):
         chunk: int,
         cache: KVCache,
         *,
+        tail: int | None = None,
         speculation: Speculation,
         stop_ids: frozenset[int],
     ):
-        super().__init__(model, requests, sampling, chunk, cache)
+        super().__init__(model, requests, sampling, chunk, cache, tail=tail)
         text = model.config.text_config
         self._speculation, self._drafts = speculation, speculation.drafts(model.config)
         self._look_back = text.engram_max_ngram_size - 1 if text.engram_layer_ids else 0
@@ -82,10 +83,10 @@ class SpeculativeBatch(PlainBatch):
                 _, output = self._run_round(jax.tree.map(jnp.asarray, idle), width, self._inputs)
                 jax.block_until_ready(output)
 
-    def _forward(self, batch: ForwardBatch) -> jax.Array:
+    def _forward(self, batch: ForwardBatch, tail: int | None) -> jax.Array | None:
         m = self._model
         batch = jax.tree.map(jnp.asarray, batch)
-        logits, self._cache = compiled_prefill()(m.params, m.drafter, batch, self._cache, config=m.config)
+        logits, self._cache = compiled_prefill()(m.params, m.drafter, batch, self._cache, config=m.config, tail=tail)
         return logits
 
     def _run_round(self, state, width: int, inputs: RoundInputs):

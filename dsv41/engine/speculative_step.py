@@ -257,11 +257,24 @@ def advance(
 
 
 def remember_prompt(
-    params: Params, drafter: Params, batch: ForwardBatch, cache: KVCache, *, config: ModelConfig
-) -> tuple[jax.Array, KVCache]:
-    """A prefill step that also fills the drafter's rings: logits float32 [B, 1, V] of each row's last token, cache."""
-    logits, cache, aux = forward(params, batch, cache, config=config, capture=("taps",))
-    return logits, bind_drafter(config, drafter).remember(aux["main_hidden"], batch, cache)
+    params: Params,
+    drafter: Params,
+    batch: ForwardBatch,
+    cache: KVCache,
+    *,
+    config: ModelConfig,
+    tail: int | None = None,
+) -> tuple[jax.Array | None, KVCache]:
+    """A prefill step that also fills the drafter's rings: logits float32 [B, 1, V] of each row's last token, cache.
+
+    `tail` as in `dsv41.models.forward`; if it is 0, there are no logits and the rings stay as they are.
+    """
+    if tail == 0:
+        _, cache, _ = forward(params, batch, cache, config=config, tail=tail)
+        return None, cache
+    logits, cache, aux = forward(params, batch, cache, config=config, capture=("taps",), tail=tail)
+    seen = batch if tail is None else batch.tail_batch(tail)
+    return logits, bind_drafter(config, drafter).remember(aux["main_hidden"], seen, cache)
 
 
 @functools.cache
@@ -279,5 +292,8 @@ def compiled_round():
 def compiled_prefill():
     """`remember_prompt`, compiled once a shape for all models; the cache is updated in place."""
     return jax.jit(
-        remember_prompt, static_argnames=("config",), donate_argnames=("cache",), compiler_options=compiler_options()
+        remember_prompt,
+        static_argnames=("config", "tail"),
+        donate_argnames=("cache",),
+        compiler_options=compiler_options(),
     )
