@@ -34,7 +34,7 @@ def read_record(path: str | pathlib.Path, version: int, types: Mapping[str, type
         data = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError as e:
         raise DSV41Error(f"{path}: no such file") from e
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise DSV41Error(f"{path}: not a readable JSON file ({e})") from e
     if not isinstance(data, dict):
         raise DSV41Error(f"{path}: expected a JSON object, got {type(data).__name__}")

@@ -60,7 +60,9 @@ class ConfidenceTemperatures:
         _check(len(self.values) > 0, "temperatures", "at least one", self.values)
         _check(isinstance(self.samples, numbers.Integral) and self.samples >= 1, "samples", "1 or more", self.samples)
         for i, value in enumerate(self.values):
-            _check(_is_number(value) and 0 < value <= _LARGEST, f"temperatures[{i}]", "a finite number above 0", value)
+            # As float32, which the device has them in.
+            fits = _is_number(value) and 0 < value <= _LARGEST and np.float32(value) > 0
+            _check(fits, f"temperatures[{i}]", "a finite number above 0", value)
         for name in ("ece_before", "ece_after"):
             errors = getattr(self, name)
             _check(len(errors) == self.block_size, name, f"{self.block_size} numbers", errors)

@@ -115,9 +115,12 @@ class ProfilePlan:
 
 
 def probes(rows: int, draft_tokens: int) -> tuple[tuple[int, int], ...]:
-    """(width, batch tokens) of each point of a curve: with how many tokens a batch first needs that width."""
+    """(width, batch tokens) of each point of a curve: with how many tokens a batch first needs that width, and the most
+    tokens that it can have."""
     widths = verify_widths(draft_tokens)
-    return tuple((width, rows + before) for before, width in zip((0, *widths[:-1]), widths, strict=True))
+    firsts = [(width, rows + before) for before, width in zip((0, *widths[:-1]), widths, strict=True)]
+    most = (widths[-1], rows * widths[-1])
+    return tuple(firsts) if most in firsts else (*firsts, most)
 
 
 @jax.jit
@@ -143,7 +146,7 @@ class _Rounds:
             sampling=jax.tree.map(jnp.asarray, sampling_arrays(each)),
             stop_ids=jnp.asarray([-1], jnp.int32),
             temperatures=jnp.full(text.dspark_block_size, _LEVEL, jnp.float32),
-            budget=jnp.int32(rows * plan.draft_tokens),
+            budget=jnp.int32(0),
             steps_per_second=None,
         )
 
@@ -162,11 +165,13 @@ class _Rounds:
         )  # fmt: skip
         return output
 
-    def rate(self, width: int) -> float:
-        """Rounds of that width a second, from the median time between the ends of two."""
+    def rate(self, width: int, tokens: int) -> float:
+        """Rounds of that width with so many tokens a second, from the median time between the ends of two."""
+        drafts = tokens - self._rows
+        self._inputs = dataclasses.replace(self._inputs, budget=jnp.int32(drafts))
         for _ in range(_WARM_UP):
             output = jax.device_get(self._run(width))
-        if (output.verified != width - 1).any():
+        if output.verified.sum() != drafts:
             raise DSV41Error(f"profile: a round of width {width} left drafts out; do the model's outputs hold NaN?")
         flying = collections.deque(self._run(width) for _ in range(_IN_FLIGHT))
         jax.device_get(flying.popleft())
@@ -184,7 +189,7 @@ def _curve(model: Model, plan: ProfilePlan, rows: int) -> Iterator[tuple[int, fl
     try:
         rounds = _Rounds(model, plan, rows)
         for width, tokens in probes(rows, plan.draft_tokens):
-            yield tokens, rounds.rate(width)
+            yield tokens, rounds.rate(width, tokens)
     except jax.errors.JaxRuntimeError as e:
         if _OUT_OF_MEMORY not in str(e):
             raise
@@ -218,7 +223,7 @@ def profile_rounds(
     plan = (plan or ProfilePlan()).resolved(model.config)
     check_drafter(model)
     curves: dict[int, Curve] = {}
-    points = len(plan.requests) * len(verify_widths(plan.draft_tokens))
+    points = sum(len(probes(rows, plan.draft_tokens)) for rows in plan.requests)
     for rows in plan.requests:
         measured = []
         for point in _curve(model, plan, rows):
@@ -229,6 +234,7 @@ def profile_rounds(
         table = ThroughputTable(
             block_size=model.config.text_config.dspark_block_size,
             curves=dict(curves),
+            draft_tokens=plan.draft_tokens,
             device_kind=jax.devices()[0].device_kind,
             jax_version=jax.__version__,
             model=model_name,

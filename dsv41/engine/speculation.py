@@ -16,12 +16,14 @@ from dsv41.ops.verification import AcceptanceRule, acceptance_length
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speculation:
-    """How to speculate. None of it changes the law of what is generated, nor a token at temperature 0.
+    """How to speculate. None of it changes the law of what is generated, nor a token at temperature 0, as far as the
+    device gives a step of several tokens the bits of single ones: CPU does, others up to near-ties.
 
     Attributes:
       draft_tokens: drafts of a block that may be verified; None: all of them, 0: plain decoding.
       rule: how drafts are accepted. The block rule keeps as many or more on average.
-      schedule: how many of the drafts a round verifies. Anything but ALL needs `throughput`.
+      schedule: how many of the drafts a round verifies. Anything but ALL needs `throughput`. BUDGET runs narrower
+        steps where they pay; GREEDY is the exact form of Algorithm 1, whose steps are as wide as ALL's.
       throughput: steps a second by tokens of a step, measured on this machine.
       temperatures: of the confidences; None: as trained.
     """
@@ -59,6 +61,11 @@ class Speculation:
                 raise DSV41Error(
                     f"speculation: the {name} is for blocks of {table.block_size} drafts, the model's have {block}"
                 )
+        if self.throughput is not None and self.throughput.draft_tokens < wanted:
+            raise DSV41Error(
+                f"speculation: the throughput table was measured with {self.throughput.draft_tokens} drafts a request, "
+                f"{wanted} are to be verified"
+            )
         return wanted
 
 

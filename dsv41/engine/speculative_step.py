@@ -163,10 +163,12 @@ def verify_batch(
 ) -> ForwardBatch:
     """The anchor and the drafts as ordinary new tokens."""
     tokens = jnp.concatenate([state.anchor[:, None], drafts], axis=1)
-    values, scales = (None, None) if lookup is None else lookup.rows(tokens, state.history)
+    num_new = jnp.where(state.remaining > 0, 1 + lengths, 0)
+    valid = jnp.arange(tokens.shape[1]) < num_new[:, None]
+    values, scales = (None, None) if lookup is None else lookup.rows(tokens, state.history, valid)
     return ForwardBatch(
         tokens=tokens,
-        num_new=jnp.where(state.remaining > 0, 1 + lengths, 0),
+        num_new=num_new,
         start=state.start,
         slot=state.slot,
         image_mask=tokens == config.image_token_id,

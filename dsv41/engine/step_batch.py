@@ -67,9 +67,12 @@ def idle_batch(model: Model, shape: Shape, *, with_images: bool = False) -> Forw
 
 
 def init_run_cache(model: Model, sequences: int, tokens: int, *, draft_tokens: int = 0) -> KVCache:
-    """A cache for `tokens` tokens a sequence, in a power of two of pages: few sizes mean few compiled programs."""
+    """A cache for `tokens` tokens a sequence, in a power of two of pages: few sizes mean few compiled programs.
+
+    A block of drafts may reach `draft_tokens` positions beyond the last token, and its rows are rotated together.
+    """
     text = model.config.text_config
     page = CacheLayout.from_config(text).page_tokens
-    capacity = batch_bucket(-(-tokens // page)) * page
+    capacity = batch_bucket(-(-(tokens + draft_tokens) // page)) * page
     capacity = min(capacity, text.max_position_embeddings)
     return model.init_cache(batch_bucket(sequences), capacity, draft_tokens=draft_tokens)

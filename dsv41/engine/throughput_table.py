@@ -2,9 +2,10 @@
 
 The table answers one question of the verify schedule: steps per second when R requests bring B tokens to a step, their
 anchors included (dspark.md section 7.3). A step is padded to [rows, width], and its width is chosen for B - R drafts
-that may all belong to one request, so for a given R its cost changes only where B needs the next width. Each point of
-a curve is the first B of its width, which makes the point at or below any B its exact cost. Curves are kept apart by R,
-because rows cost on their own: the same B on more requests reads more caches.
+that may all belong to one request, so for a given R its cost jumps where B needs the next width, and rises a little in
+between with the experts that more tokens need. A curve has the first B of each width and the largest B; the point at or
+below a B counts. Curves are kept apart by R, because rows cost on their own: the same B on more requests reads more
+caches. A number of requests that was not measured takes a neighbour's curve by its drafts, B - R.
 
 A table of one rate throughout says that tokens cost nothing: everything is verified.
 """
@@ -26,7 +27,7 @@ from dsv41.config.record_file import read_record, write_record
 _VERSION = 1
 _LARGEST = float(np.finfo(np.float32).max)
 _LABELS = ("device_kind", "jax_version", "model", "date", "command")
-_FIELDS = {"block_size": int, **dict.fromkeys(_LABELS, str), "curves": list}
+_FIELDS = {"block_size": int, "draft_tokens": int, **dict.fromkeys(_LABELS, str), "curves": list}
 
 Curve = tuple[tuple[int, float], ...]
 """(batch tokens, steps per second) of each width, in order of batch tokens."""
@@ -47,7 +48,9 @@ def _check_curve(where: str, points: Curve) -> None:
         _check(_is_count(tokens), f"{where}[{i}]", "batch tokens, an integer of 1 or more", tokens)
         is_number = isinstance(rate, numbers.Real) and not isinstance(rate, bool)
         # False for NaN, and for integers beyond the range of floats.
-        _check(is_number and 0 < rate <= _LARGEST, f"{where}[{i}]", "a finite rate above 0", rate)
+        # As float32, which the device has them in.
+        fits = is_number and 0 < rate <= _LARGEST and np.float32(rate) > 0
+        _check(fits, f"{where}[{i}]", "a finite rate above 0", rate)
         above = i == 0 or points[i - 1][0] < tokens
         _check(above, f"{where}[{i}]", f"more than {points[i - 1][0]} batch tokens", tokens)
 
@@ -57,7 +60,9 @@ class ThroughputTable:
     """Steps per second.
 
     Attributes:
-      block_size: drafts of a block that the drafter had; the step's widest shape depends on it.
+      block_size: drafts of a block that the drafter had.
+      draft_tokens: most drafts of a request that a measured step verified; the widths of the steps depend on it. None:
+        a whole block.
       curves: by number of requests.
       device_kind, jax_version, model, date, command: what was measured, where and how; for the reader only.
 
@@ -68,6 +73,7 @@ class ThroughputTable:
 
     block_size: int
     curves: Mapping[int, Curve]
+    draft_tokens: int | None = None
     device_kind: str = ""
     jax_version: str = ""
     model: str = ""
@@ -76,6 +82,10 @@ class ThroughputTable:
 
     def __post_init__(self):
         _check(_is_count(self.block_size), "block_size", "an integer, 1 or more", self.block_size)
+        if self.draft_tokens is None:
+            object.__setattr__(self, "draft_tokens", self.block_size)
+        fits = _is_count(self.draft_tokens) and self.draft_tokens <= self.block_size
+        _check(fits, "draft_tokens", f"an integer from 1 to block_size={self.block_size}", self.draft_tokens)
         _check(len(self.curves) > 0, "curves", "at least one", self.curves)
         for requests, points in self.curves.items():
             _check(_is_count(requests), "requests", "an integer, 1 or more", requests)
@@ -88,9 +98,8 @@ class ThroughputTable:
 
     def steps_per_second(self, requests: int, batch_tokens: int) -> float:
         """The rate of a step. More requests than were measured count as the most, fewer as the next that were."""
-        points = self._curve(requests)
-        index = bisect.bisect_right([tokens for tokens, _ in points], batch_tokens) - 1
-        return points[max(index, 0)][1]
+        drafts, rates = self._curve(requests)
+        return rates[max(bisect.bisect_right(drafts, batch_tokens - requests) - 1, 0)]
 
     def dense(self, requests: int, size: int | None = None) -> np.ndarray:
         """The curve of so many requests by batch tokens, for `verify_schedule`.
@@ -104,13 +113,15 @@ class ThroughputTable:
         """
         if size is None:
             size = requests * (1 + self.block_size) + 1
-        points = self._curve(requests)
-        index = np.searchsorted([tokens for tokens, _ in points], np.arange(size), side="right") - 1
-        return np.array([rate for _, rate in points], np.float32)[np.maximum(index, 0)]
+        drafts, rates = self._curve(requests)
+        index = np.searchsorted(drafts, np.arange(size) - requests, side="right") - 1
+        return np.array(rates, np.float32)[np.maximum(index, 0)]
 
-    def _curve(self, requests: int) -> Curve:
+    def _curve(self, requests: int) -> tuple[list[int], list[float]]:
+        """Drafts of the batch at each point, and the rates."""
         measured = sorted(self.curves)
-        return self.curves[measured[min(bisect.bisect_left(measured, requests), len(measured) - 1)]]
+        nearest = measured[min(bisect.bisect_left(measured, requests), len(measured) - 1)]
+        return [tokens - nearest for tokens, _ in self.curves[nearest]], [rate for _, rate in self.curves[nearest]]
 
 
 def save_throughput_table(table: ThroughputTable, path: str | pathlib.Path) -> None:
@@ -123,8 +134,9 @@ def save_throughput_table(table: ThroughputTable, path: str | pathlib.Path) -> N
         {"requests": int(r), "points": [[int(b), float(rate)] for b, rate in table.curves[r]]}
         for r in sorted(table.curves)
     ]
+    counts = {"block_size": int(table.block_size), "draft_tokens": int(table.draft_tokens)}
     labels = {name: getattr(table, name) for name in _LABELS}
-    write_record(path, _VERSION, {"block_size": int(table.block_size), **labels, "curves": curves})
+    write_record(path, _VERSION, {**counts, **labels, "curves": curves})
 
 
 def _read_curves(data: list[Any]) -> dict[int, Curve]:

@@ -9,6 +9,7 @@ Axis letters: B sequences, T tokens, L Engram layers, K rows a token and layer, 
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import jax
 import jax.numpy as jnp
@@ -35,20 +36,21 @@ class StepLookup:
     store: EngramStore = dataclasses.field(metadata={"static": True})
     image_token_id: int = dataclasses.field(metadata={"static": True})
 
-    def rows(self, tokens: jax.Array, history: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def rows(self, tokens: jax.Array, history: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Rows of new tokens.
 
         Args:
           tokens: int32 [B, T].
           history: int32 [B, N - 1] tokens before them, newest last, -1 before the sequence start.
+          valid: bool [B, T]; the rows of other tokens mean nothing, so that all of them read the same ones.
 
         Returns:
           values float8_e4m3fn or bfloat16 [B, T, L, K, D] and scales uint8 [B, T, L, K, D / 32] or None, the same bytes
-          as `EngramStore.lookup` gives for the same tokens.
+          as `EngramStore.lookup` gives for the same tokens. A row with a NaN scale comes as it is.
         """
         with jax.named_scope("engram_lookup"):
             window = classes_window_device(self.hashing, self.token_map, tokens, history, self.image_token_id)
-            ids = row_ids_device(self.hashing, window)
+            ids = jnp.where(valid[..., None, None], row_ids_device(self.hashing, window), self.hashing.offsets)
             if self.values is None:
                 return self._from_host(ids)
             return self._gather(self.values, ids), None if self.scales is None else self._gather(self.scales, ids)
@@ -62,7 +64,7 @@ class StepLookup:
         raw = np.dtype(f"u{dtype.itemsize}")  # callbacks hand over plain integers on every backend
 
         def look_up(ids):
-            values, scales = self.store.lookup(np.asarray(ids))
+            values, scales = self.store.lookup(np.asarray(ids), refuse_broken=False)
             return values.view(raw), np.zeros((0,), np.uint8) if scales is None else scales
 
         shapes = (
@@ -91,7 +93,8 @@ def step_lookup(
       device_bytes: tables of at most this many bytes in all are copied to the default device.
 
     Raises:
-      DSV41Error: a table that goes to the device holds a NaN scale; names the layer.
+      DSV41Error: a table that goes to the device holds a NaN scale, which names the layer; or tables that stay on the
+        host need the CPU backend, which was left out.
       ConfigError: the hash does not fit 32-bit arithmetic.
     """
     hashing = jax.tree.map(jnp.asarray, engram_hash_arrays(spec))
@@ -104,6 +107,8 @@ def step_lookup(
         values = tuple(jnp.array(np.array(t.values)) for t in store.tables)
         if store.tables[0].scales is not None:
             scales = tuple(jnp.array(np.array(t.scales)) for t in store.tables)
+    else:
+        _check_callbacks()
     return StepLookup(
         hashing=hashing,
         token_map=jnp.asarray(token_map, jnp.int32),
@@ -112,3 +117,15 @@ def step_lookup(
         store=store,
         image_token_id=image_token_id,
     )
+
+
+def _check_callbacks() -> None:
+    """A step calls back through the CPU backend, which JAX_PLATFORMS may leave out."""
+    try:
+        jax.local_devices(backend="cpu")
+    except RuntimeError as e:
+        platforms = os.environ.get("JAX_PLATFORMS", "")
+        raise DSV41Error(
+            f"engram: steps read rows of large tables through the CPU backend, which JAX_PLATFORMS={platforms!r} leaves "
+            f"out; set it to {platforms or 'cuda'},cpu"
+        ) from e

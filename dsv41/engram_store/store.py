@@ -144,7 +144,9 @@ class EngramStore:
         ends = [len(ids) * i // tasks for i in range(tasks + 1)]
         list(self._pool.map(read, [slice(*pair) for pair in itertools.pairwise(ends)]))
 
-    def _read(self, table: EngramTable, ids: np.ndarray, values: np.ndarray, scales: np.ndarray | None) -> None:
+    def _read(
+        self, table: EngramTable, ids: np.ndarray, values: np.ndarray, scales: np.ndarray | None, refuse_broken: bool
+    ) -> None:
         """Copies rows `ids` (ascending) of a table into `values` and `scales`."""
         # Ascending: the ends bound them all. A negative id would otherwise wrap to the table's end.
         for row in ids[[0, -1]] if len(ids) else ():
@@ -154,15 +156,16 @@ class EngramStore:
         if scales is not None:
             self._take(table.scales, ids, scales)
             broken = (scales == _SCALE_NAN).any(axis=1)
-            if broken.any():
+            if refuse_broken and broken.any():
                 row = ids[broken.argmax()]
                 raise DSV41Error(f"engram table of layer {table.layer}: row {row} has a NaN scale (byte {_SCALE_NAN})")
 
-    def lookup(self, row_ids: np.ndarray) -> EngramRows:
+    def lookup(self, row_ids: np.ndarray, *, refuse_broken: bool = True) -> EngramRows:
         """Reads the rows of a batch of tokens; a row asked for many times is read once.
 
         Args:
           row_ids: integers [B, T, L, K].
+          refuse_broken: False: hand on a row with a NaN scale, which makes its token's logits NaN.
 
         Returns:
           The rows, freshly allocated.
@@ -188,7 +191,7 @@ class EngramStore:
         scales = None if first.scales is None else np.empty((ends[-1], first.scales.shape[1]), np.uint8)
         for table, unique, part in zip(self._tables, uniques, itertools.pairwise(ends), strict=True):
             rows = slice(*part)
-            self._read(table, unique, values[rows], None if scales is None else scales[rows])
+            self._read(table, unique, values[rows], None if scales is None else scales[rows], refuse_broken)
         self.stats.lookups += 1
         self.stats.rows += row_ids.size
         self.stats.unique_rows += ends[-1]

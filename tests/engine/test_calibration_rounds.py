@@ -9,7 +9,7 @@ from dsv41.config import DSV41Error
 from dsv41.engine import SpeculationRecord, fit_temperatures
 from dsv41.engine.calibration_rounds import check_calibration, full_rounds, record_rounds
 from dsv41.ops.sampling import SamplingParams
-from tests.models_for_tests import tiny_model
+from tests.models_for_tests import small_model
 
 PROMPTS = [[0, 17, 42], [0, 5, 6, 7], [0, 9], [0, 1, 2, 3, 4]]
 
@@ -46,7 +46,7 @@ def test_recorded_rounds():
     """Two batches of two rows; every round verifies all that its request may still use."""
     seen = []
     options = {"max_new_tokens": 12, "batch": 2, "stop_ids": ()}
-    records = record_rounds(tiny_model(), PROMPTS, progress=lambda *p: seen.append(p), **options)
+    records = record_rounds(small_model(), PROMPTS, progress=lambda *p: seen.append(p), **options)
     assert len(records) == 4
     for found in records:
         # The first token comes with the prompt.
@@ -56,7 +56,7 @@ def test_recorded_rounds():
     assert seen[-1] == (48, 48) and [done for done, _ in seen] == sorted(done for done, _ in seen)
     logits, accepted = full_rounds(records)
     assert fit_temperatures(logits, accepted).samples == len(logits) >= 4
-    again = record_rounds(tiny_model(), PROMPTS[2:], sampling=SamplingParams(seed=2), **options)
+    again = record_rounds(small_model(), PROMPTS[2:], sampling=SamplingParams(seed=2), **options)
     for found, expected in zip(again, records[2:], strict=True):
         np.testing.assert_array_equal(found.confidence, expected.confidence)
 
@@ -68,7 +68,7 @@ def test_recorded_rounds():
         (PROMPTS, {"max_new_tokens": 8, "batch": 0}, "batch: expected 1 or more, got 0"),
         ([[0, 512]], {"max_new_tokens": 8, "batch": 1}, "prompt 0: token 1 is 512"),
         (
-            [[0, tiny_model().config.image_token_id]],
+            [[0, small_model().config.image_token_id]],
             {"max_new_tokens": 8, "batch": 1},
             "prompt 0: position 1 is the image",
         ),
@@ -77,9 +77,9 @@ def test_recorded_rounds():
 )
 def test_refused(prompts, fields, message):
     with pytest.raises(DSV41Error, match=message):
-        check_calibration(tiny_model().config, prompts, **fields)
+        check_calibration(small_model().config, prompts, **fields)
 
 
 def test_a_drafter_that_was_not_loaded():
     with pytest.raises(DSV41Error, match="the drafter was not loaded"):
-        record_rounds(dataclasses.replace(tiny_model(), drafter=None), PROMPTS, max_new_tokens=8)
+        record_rounds(dataclasses.replace(small_model(), drafter=None), PROMPTS, max_new_tokens=8)

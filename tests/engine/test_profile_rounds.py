@@ -10,20 +10,22 @@ from dsv41.config import DSV41Error
 from dsv41.engine import Speculation, VerifySchedule, generate, profile_rounds
 from dsv41.engine.profile_rounds import ProfilePlan, probes
 from dsv41.engine.speculative_step import verify_widths
-from tests.models_for_tests import tiny_model
+from tests.models_for_tests import small_model
 
 SMALL = ProfilePlan(requests=(1,), context=7, draft_tokens=1, steps=2, min_seconds=0, prefill_chunk=4)
 
 
 @pytest.mark.parametrize("draft_tokens", range(1, 8))
 @pytest.mark.parametrize("rows", [1, 4])
-def test_each_point_is_the_first_number_of_tokens_of_its_width(rows, draft_tokens):
+def test_points_are_the_first_number_of_tokens_of_each_width_and_the_largest(rows, draft_tokens):
     """The engine's rule: the least width above the number of drafts that may all fall to one request."""
     widths = verify_widths(draft_tokens)
     first = {}
     for budget in range(rows * draft_tokens + 1):
         first.setdefault(next(w for w in widths if w > min(budget, draft_tokens)), rows + budget)
-    assert probes(rows, draft_tokens) == tuple(first.items())
+    points = probes(rows, draft_tokens)
+    assert points[: len(first)] == tuple(first.items())
+    assert points[-1] == (draft_tokens + 1, rows * (draft_tokens + 1)) and len(points) <= len(first) + 1
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,7 @@ def profiled():
 
         patch.setattr(profile_rounds, "compiled_round", watched)
         table = profile_rounds.profile_rounds(
-            tiny_model(),
+            small_model(),
             plan,
             model_name="tiny",
             command="by hand",
@@ -78,12 +80,12 @@ def test_rounds_verify_everything_and_do_not_drift(profiled):
 
 def test_generate_takes_the_table(profiled):
     speculation = Speculation(draft_tokens=1, schedule=VerifySchedule.BUDGET, throughput=profiled[0])
-    (result,) = generate(tiny_model(), [[0, 17, 42]], max_new_tokens=4, stop_ids=(), speculate=speculation)
+    (result,) = generate(small_model(), [[0, 17, 42]], max_new_tokens=4, stop_ids=(), speculate=speculation)
     assert len(result.token_ids) == 4
 
 
 def test_resolved():
-    config = tiny_model().config
+    config = small_model().config
     plan = ProfilePlan(requests=(3, 1, 4)).resolved(config)
     assert plan.requests == (1, 4) and plan.draft_tokens == 5 and plan.context == 4096 - 6
     assert plan.resolved(config) == plan
@@ -106,12 +108,12 @@ def test_resolved():
 )
 def test_refused_plans(fields, message):
     with pytest.raises(DSV41Error, match=message):
-        ProfilePlan(**fields).resolved(tiny_model().config)
+        ProfilePlan(**fields).resolved(small_model().config)
 
 
 def test_a_drafter_that_was_not_loaded():
     with pytest.raises(DSV41Error, match="the drafter was not loaded"):
-        profile_rounds.profile_rounds(dataclasses.replace(tiny_model(), drafter=None), SMALL)
+        profile_rounds.profile_rounds(dataclasses.replace(small_model(), drafter=None), SMALL)
 
 
 def test_a_batch_that_does_not_fit_keeps_the_curves_before_it(monkeypatch):
@@ -125,5 +127,5 @@ def test_a_batch_that_does_not_fit_keeps_the_curves_before_it(monkeypatch):
     monkeypatch.setattr(profile_rounds._Rounds, "rate", rate)
     plan = dataclasses.replace(SMALL, requests=(1, 2))
     with pytest.raises(DSV41Error, match="2 requests of 7 tokens do not fit into memory"):
-        profile_rounds.profile_rounds(tiny_model(), plan, on_curve=curves.append)
+        profile_rounds.profile_rounds(small_model(), plan, on_curve=curves.append)
     assert [list(table.curves) for table in curves] == [[1]]

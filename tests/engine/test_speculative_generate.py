@@ -6,10 +6,17 @@ import numpy as np
 import pytest
 
 from dsv41.config import DSV41Error, with_overrides
-from dsv41.engine import ConfidenceTemperatures, Speculation, ThroughputTable, VerifySchedule, generate
+from dsv41.engine import (
+    ConfidenceTemperatures,
+    Speculation,
+    ThroughputTable,
+    VerifySchedule,
+    generate,
+    init_run_cache,
+)
 from dsv41.ops.sampling import SamplingParams
 from dsv41.ops.verification import AcceptanceRule
-from tests.models_for_tests import tiny_model
+from tests.models_for_tests import small_model
 
 # The shapes of test_generate.
 PROMPTS = [[0], [0, 5, 9, 100, 101, 102, 33], [0, *range(40, 47)], [0, *range(200, 232)]]
@@ -20,7 +27,7 @@ STAIRCASE = ThroughputTable(block_size=5, curves={4: ((4, 100.0), (7, 60.0), (17
 
 def run(prompts=PROMPTS, *, speculate=Speculation(), model=None, **options):  # noqa: B008  it is frozen
     options = {"max_new_tokens": 12, "stop_ids": (), "prefill_chunk": 8} | options
-    return generate(model or tiny_model(), prompts, speculate=speculate, **options)
+    return generate(model or small_model(), prompts, speculate=speculate, **options)
 
 
 def ids(results) -> list[tuple[int, ...]]:
@@ -121,7 +128,7 @@ def test_refusals():
         "draft_tokens: expected 0 to 5, the model's dspark_block_size, got 6", speculate=Speculation(draft_tokens=6)
     )
     refused("draft_tokens: expected 0 to 5.*got -1", speculate=Speculation(draft_tokens=-1))
-    refused("the drafter was not loaded", model=dataclasses.replace(tiny_model(), drafter=None))
+    refused("the drafter was not loaded", model=dataclasses.replace(small_model(), drafter=None))
     with pytest.raises(DSV41Error, match="schedule 'budget' needs a throughput table"):
         Speculation(schedule=VerifySchedule.BUDGET)
     other = ThroughputTable.flat(7)
@@ -131,7 +138,32 @@ def test_refusals():
 
 
 def test_a_model_without_a_drafter():
-    changes = {"text_config.num_nextn_predict_layers": "0", "text_config.compress_ratios": "[0,0,2,2,2,2,1,1,1,1,1,1]"}
-    config = with_overrides(tiny_model().config, changes)
-    model = dataclasses.replace(tiny_model(), config=config, drafter=None)
+    changes = {"text_config.num_nextn_predict_layers": "0", "text_config.compress_ratios": "[0,0,2,2,1,1,1]"}
+    config = with_overrides(small_model().config, changes)
+    model = dataclasses.replace(small_model(), config=config, drafter=None)
     refused("the model has no drafter", model=model)
+
+
+def test_a_block_of_drafts_fits_behind_the_last_token():
+    """All of a block is rotated together: cut at the cache's end, it would depend on what else sizes the cache."""
+    model = small_model()
+    assert init_run_cache(model, 1, 251, draft_tokens=5).max_tokens == 256
+    assert init_run_cache(model, 1, 252, draft_tokens=5).max_tokens == 512
+    assert init_run_cache(model, 1, 256).max_tokens == 256
+
+
+def test_a_batch_that_shares_a_budget_loses_a_request_on_the_way():
+    """Case D12 in the loop: rows end by a stop id of their own at different rounds, the others get the budget."""
+    plain = run(speculate=None)
+    stop = [plain[0].token_ids[2], plain[2].token_ids[5]]
+    speculate = Speculation(draft_tokens=1, schedule=VerifySchedule.BUDGET, throughput=ThroughputTable.flat(5))
+    results = run(speculate=speculate, stop_ids=stop)
+    assert ids(results) == ids(run(speculate=None, stop_ids=stop))
+    assert len({len(r.token_ids) for r in results}) > 1
+    for r in results:
+        assert r.speculation.verified.max() <= 1 and r.speculation.emitted.sum() == len(r.token_ids) - 1
+
+
+def test_more_drafts_than_a_table_was_measured_with():
+    table = ThroughputTable(block_size=5, draft_tokens=2, curves={1: ((1, 1.0),)})
+    refused("measured with 2 drafts a request, 5 are to be verified", speculate=Speculation(throughput=table))

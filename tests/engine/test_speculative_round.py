@@ -21,7 +21,7 @@ from dsv41.engine.speculative_step import (
 from dsv41.ops.sampling import NO_TOKEN, SamplingParams, filtered_logprobs, sampling_arrays
 from dsv41.ops.verification import AcceptanceRule
 from tests.models.cache_rows import committed_rows, same_rows
-from tests.models_for_tests import tiny_model
+from tests.models_for_tests import small_model
 
 BLOCK = 5
 CAPACITY = 256
@@ -33,7 +33,7 @@ UNFORCED = {"rule": AcceptanceRule.BLOCK, "schedule": VerifySchedule.BUDGET}
 
 
 def _prefill(tokens, history, cache):
-    model = tiny_model()
+    model = small_model()
     batch = jax.tree.map(jnp.asarray, model.make_batch(tokens, history))
     return compiled_prefill()(model.params, model.drafter, batch, cache, config=model.config)
 
@@ -41,7 +41,7 @@ def _prefill(tokens, history, cache):
 @functools.cache
 def plain():
     """Greedy decoding one token at a time: all tokens of each row, and the committed rows at every length."""
-    cache = tiny_model().init_cache(2, CAPACITY, draft_tokens=BLOCK)
+    cache = small_model().init_cache(2, CAPACITY, draft_tokens=BLOCK)
     logits, cache = _prefill(PROMPTS, None, cache)
     tokens = [list(p) for p in PROMPTS]
     snapshots: list[dict[int, dict]] = [{}, {}]
@@ -59,7 +59,7 @@ def plain():
 def start():
     """Requests whose first token is drawn, and the cache with their prompts."""
     tokens, _ = plain()
-    cache = tiny_model().init_cache(2, CAPACITY, draft_tokens=BLOCK)
+    cache = small_model().init_cache(2, CAPACITY, draft_tokens=BLOCK)
     _, cache = _prefill(PROMPTS, None, cache)
     known = [np.asarray(t[: len(p) + 1]) for t, p in zip(tokens, PROMPTS, strict=True)]
     return jax.tree.map(jnp.asarray, request_state(known, [LENGTH, LENGTH], 2, 3)), cache
@@ -80,7 +80,7 @@ def inputs(*, temperature=0.0, top_k=0, stop=(-1,), seeds=(0, 0), **fields) -> R
 def run_round(
     state, cache, given: RoundInputs, *, rule=AcceptanceRule.TOKEN, schedule=VerifySchedule.ALL, width=BLOCK + 1
 ):
-    model = tiny_model()
+    model = small_model()
     return compiled_round()(
         model.params, model.drafter, state, cache, given, model.step_lookup,
         config=model.config, rule=rule, schedule=schedule, width=width,
@@ -239,7 +239,7 @@ def _law_of_two(row: int, begin, *, temperature: float, top_k: int) -> dict[tupl
 
     def law_after(*new: int) -> np.ndarray:
         tokens = [*PROMPTS[row], int(begin.anchor[row]), *new]
-        cache = tiny_model().init_cache(2, CAPACITY, draft_tokens=BLOCK)
+        cache = small_model().init_cache(2, CAPACITY, draft_tokens=BLOCK)
         history = tokens[:0]
         for part in (tokens[: len(PROMPTS[row])], *([t] for t in tokens[len(PROMPTS[row]) :])):
             logits, cache = _prefill([part] * 2, [history] * 2, cache)

@@ -24,8 +24,9 @@ TABLE = ThroughputTable(
     "requests,batch_tokens,rate",
     [
         (1, 1, 100), (1, 2, 100), (1, 3, 90.5), (1, 600, 90.5), (1, 0, 100),
-        # Between two curves the one of more requests; beyond the last, the last.
-        (2, 2, 80), (2, 9, 60), (4, 4, 80), (4, 8, 80), (4, 9, 60), (4, 16, 60), (4, 17, 50), (9, 20, 50), (0, 0, 100),
+        (4, 4, 80), (4, 8, 80), (4, 9, 60), (4, 16, 60), (4, 17, 50), (0, 0, 100),
+        # Between two curves the one of more requests, beyond the last the last, each by the number of drafts.
+        (2, 2, 80), (2, 6, 80), (2, 7, 60), (2, 15, 50), (9, 9, 80), (9, 13, 80), (9, 14, 60), (9, 22, 50),
     ],
 )  # fmt: skip
 def test_look_up(requests, batch_tokens, rate):
@@ -156,3 +157,22 @@ def test_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
         save_throughput_table(TABLE, tmp_path / "absent" / "table.json")
     with pytest.raises(DSV41Error, match="is a directory"):
         save_throughput_table(TABLE, tmp_path)
+
+
+def test_a_batch_that_was_not_measured_decides_like_its_neighbour():
+    """Where a step costs as much as it is wide, nothing is worth verifying, whatever the number of requests."""
+    table = ThroughputTable(block_size=5, curves={4: ((4, 1.0), (5, 1 / 2), (6, 1 / 4), (8, 1 / 6), (24, 1 / 6))})
+    for requests in (2, 4, 16):
+        a = np.cumprod(np.full((requests, 5), 0.7), axis=1)
+        dense = table.dense(requests)
+        assert dense[requests : requests + 5].tolist() == np.float32([1, 1 / 2, 1 / 4, 1 / 4, 1 / 6]).tolist()
+        assert best_budget(a, np.full(requests, 5), dense, requests) == 0
+
+
+def test_fewer_drafts_were_measured(tmp_path):
+    table = ThroughputTable(block_size=5, draft_tokens=2, curves={1: ((1, 1.0),)})
+    save_throughput_table(table, tmp_path / "table.json")
+    assert load_throughput_table(tmp_path / "table.json", 5).draft_tokens == 2
+    for wrong in (0, 6):
+        with pytest.raises(DSV41Error, match="draft_tokens: expected an integer from 1 to block_size=5"):
+            ThroughputTable(block_size=5, draft_tokens=wrong, curves={1: ((1, 1.0),)})

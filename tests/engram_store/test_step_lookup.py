@@ -1,5 +1,7 @@
 """Engram rows inside a compiled step: the bytes that the host's look-up gives, from device tables and by callback."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +32,7 @@ def test_same_rows_as_on_the_host(device_bytes):
     tokens = rng.integers(0, 512, (2, 6)).astype(np.int32)
     tokens[0, 2] = model.config.image_token_id
     history = np.array([[-1, -1, 7], [model.config.image_token_id, 9, 11]], np.int32)
-    actual = jax.jit(lambda step, tokens, history: step.rows(tokens, history))(step, tokens, history)
+    actual = jax.jit(lambda step, *x: step.rows(*x))(step, tokens, history, np.ones((2, 6), bool))
     ids = row_ids(model._hash_spec, model.token_map, tokens, history, model.config.image_token_id)
     for a, b in zip(bytes_of(actual), bytes_of(model.engram.lookup(ids)), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -45,7 +47,9 @@ def test_bfloat16_tables():
     tokens, history = np.arange(8, dtype=np.int32).reshape(2, 4), np.full((2, 3), -1, np.int32)
     store = EngramStore(tables)
     for device_bytes in (1 << 28, 0):
-        values, scales = jax.jit(lambda s: s.rows(tokens, history))(lookup(store, device_bytes=device_bytes))
+        values, scales = jax.jit(lambda s: s.rows(tokens, history, np.ones((2, 4), bool)))(
+            lookup(store, device_bytes=device_bytes)
+        )
         ids = row_ids(model._hash_spec, model.token_map, tokens, history, model.config.image_token_id)
         np.testing.assert_array_equal(np.asarray(values), store.lookup(ids).values)
         assert scales is None
@@ -58,3 +62,25 @@ def test_a_nan_scale_is_found_before_the_table_goes_to_the_device():
     broken = [EngramTable(layer=table.layer, values=table.values, scales=scales), *tiny_model().engram.tables[1:]]
     with pytest.raises(DSV41Error, match=f"layer {table.layer}.*NaN scale"):
         lookup(EngramStore(broken))
+
+
+def test_tokens_that_are_not_verified_read_one_row_of_each_table():
+    model, tokens = tiny_model(), np.arange(12, dtype=np.int32).reshape(2, 6)
+    valid = np.array([[True, True, False, False, False, False], [False] * 6])
+    before = dataclasses.replace(model.engram.stats)
+    step = lookup(device_bytes=0)
+    jax.block_until_ready(jax.jit(lambda s: s.rows(tokens, np.full((2, 3), -1, np.int32), valid))(step))
+    columns = 6
+    read = model.engram.stats.unique_rows - before.unique_rows
+    assert read <= 2 * (2 + 1) * columns
+
+
+def test_a_broken_row_on_the_host_reaches_its_token_only():
+    """Plain decoding refuses it with a message; inside a step its logits become NaN, which ends that request."""
+    table = tiny_model().engram.tables[0]
+    scales = np.full_like(table.scales, 255)
+    store = EngramStore([EngramTable(layer=1, values=table.values, scales=scales), *tiny_model().engram.tables[1:]])
+    tokens, history = np.arange(4, dtype=np.int32).reshape(2, 2), np.full((2, 3), -1, np.int32)
+    step = lookup(store, device_bytes=0)
+    _, scales = jax.jit(lambda s: s.rows(tokens, history, np.ones((2, 2), bool)))(step)
+    assert (np.asarray(scales)[:, :, 0] == 255).all() and (np.asarray(scales)[:, :, 1] != 255).all()
