@@ -278,7 +278,9 @@ class Engine:
                 self._finish_prefill(request, token)
 
     def _finish_prefill(self, request: EngineRequest, token: int) -> None:
-        self._leave(request, request.target, final=False)
+        # Pages behind which nothing can be drawn must not be found by others.
+        if token != NO_TOKEN:
+            self._leave(request, request.target, final=False)
         if request.metrics.first_token is None:
             request.metrics.first_token = self._clock()
         if self._emit(request, [token]):

@@ -313,3 +313,42 @@ def test_refusals(make, monkeypatch):
     without = dataclasses.replace(engine._model, drafter=None)
     with pytest.raises(DSV41Error, match="the drafter was not loaded"):
         type(engine)(without, EngineOptions(speculation=Speculation()))
+
+
+def test_equal_prompts_side_by_side_end_with_one_set_of_pages(make):
+    """Who computed the same beside another changes over to the pages of the first, also while it goes on."""
+    engine = make(num_pages=70, speculation=Speculation())
+    prompt = ids(250)
+    numbers = [engine.add(prompt, max_new_tokens=n, stop_ids=()) for n in (40, 50, 60)]
+    engine.run()
+    assert [engine.take(n).token_ids for n in numbers] == [expected_tokens(prompt, n, 0) for n in (40, 50, 60)]
+    # 250 + 59 tokens are in the cache at the end.
+    assert engine._prefix.pool.num_pages - engine._prefix.pool.num_free == -(-309 // PAGE)
+    assert engine.leaks() == NONE
+
+
+def test_going_on_from_a_prompt_that_is_still_answered(make):
+    engine = make(speculation=Speculation())
+    prompt = ids(205)
+    first = engine.add(prompt, max_new_tokens=60, stop_ids=())
+    while engine._request(first).new_tokens < 5:
+        engine.step()
+    second = serve(engine, [*prompt, 9, 9, 9], 40)
+    assert cached(second) == 204
+    engine.run()
+    assert engine.take(first).token_ids == expected_tokens(prompt, 60, 0)
+    assert engine.leaks() == NONE
+
+
+def test_broken_prompts_leave_nothing_for_others(make):
+    engine = make()
+    prompt = ids(300)
+    number = engine.add(prompt, max_new_tokens=5)
+    engine.step()
+    page = engine._request(number).pages.pages[0]
+    for pool in engine._run.cache.main:
+        pool[page] = 0xFF
+    engine.run()
+    assert engine.take(number).finish_reason == "error"
+    assert engine.metrics.failed == 1 and engine.leaks() == NONE
+    assert cached(serve(engine, prompt)) == 0
