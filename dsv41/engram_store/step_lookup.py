@@ -126,6 +126,6 @@ def _check_callbacks() -> None:
     except RuntimeError as e:
         platforms = os.environ.get("JAX_PLATFORMS", "")
         raise DSV41Error(
-            f"engram: steps read rows of large tables through the CPU backend, which JAX_PLATFORMS={platforms!r} leaves "
-            f"out; set it to {platforms or 'cuda'},cpu"
+            f"engram: steps read rows of large tables through the CPU backend, which JAX_PLATFORMS={platforms!r} "
+            f"leaves out; set it to {platforms or 'cuda'},cpu"
         ) from e

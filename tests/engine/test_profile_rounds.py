@@ -117,7 +117,7 @@ def test_a_drafter_that_was_not_loaded():
 
 
 def test_a_batch_that_does_not_fit_keeps_the_curves_before_it(monkeypatch):
-    def rate(self, width):
+    def rate(self, width, tokens):
         if self._rows == 2:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
         return 1.0
