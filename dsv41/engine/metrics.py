@@ -11,7 +11,8 @@ class RequestMetrics:
 
     Attributes:
       added, admitted, first_token, finished: when; None if not yet.
-      fresh_tokens: prompt tokens computed for the first time.
+      fresh_tokens: prompt tokens computed because they were nowhere. Of a request that was set back, its new tokens are
+        part of the prompt that it comes back with, and all of it is counted again; `cached_tokens` likewise.
       cached_tokens: prompt tokens whose global KV was there, by where it came from.
       replayed_tokens: of these, those that went through the encoder again to rebuild the window.
       window_hit: whether the window came from a snapshot instead.

@@ -9,7 +9,7 @@ import pytest
 
 from dsv41.config import load_config, with_overrides
 from dsv41.engine import EngineOptions, Speculation
-from dsv41.kv_store import HostPages, PageTiers, SnapshotPool
+from dsv41.kv_store import HostPages, PageStore, PageTiers, SnapshotPool, cache_fingerprint
 from dsv41.ops.sampling import SamplingParams
 from tests.engine.fake_runner import PAGE, expected_tokens, fake_engine, row_hashes
 from tests.golden import DATA
@@ -155,3 +155,28 @@ def test_many_requests(monkeypatch, mode):
     admitted = [engine.result(n).metrics.admitted for n in sent]
     in_order = [a for a in admitted if a is not None]
     assert in_order == sorted(in_order), "first come, first served"
+
+
+def test_many_requests_over_a_disk_that_damages_pages(monkeypatch, tmp_path):
+    """Two engines, one after the other, on one store; now and then a record changes or is gone."""
+    rng, root = np.random.default_rng(0), cache_fingerprint(CONFIG, "none")
+    damaged = []
+
+    def damage() -> None:
+        files = sorted(f for f in tmp_path.rglob("*") if f.is_file() and f.name != "writer.lock")
+        for file in files[:: 1 + len(files) // 5]:
+            raw = bytearray(file.read_bytes())
+            raw[rng.integers(len(raw))] ^= 1 << rng.integers(8)
+            file.write_bytes(raw[: rng.integers(len(raw))] if rng.random() < 0.3 else raw)
+            damaged.append(file)
+
+    for turn in range(2):
+        with PageStore(tmp_path, root, byte_budget=1 << 20) as store:
+            tiers = PageTiers(PAGE, host=HostPages(4 * PAGE * 24), store=store)
+            engine = fake_engine(monkeypatch, CONFIG, OPTIONS, tiers=tiers)
+            simulate(engine, 150, seed=5, drop=damage if turn else store.flush)
+            check_index(engine)
+            assert engine.leaks() == {"pages": 0, "references": 0, "rows": 0}
+            print(f"\n{engine.metrics}\n{store.stats}")
+            assert engine.metrics.cached_tokens["ssd"]
+    assert damaged and store.stats.damaged
