@@ -18,6 +18,10 @@ token_ids (the new ones), text (null without a tokenizer), prompt_tokens, finish
 and cache. Every step shape is run once without tokens before the clock starts; that time is compile_s. The time to the
 first token does not contain it.
 
+With --prefill=ced only the last sliding_window tokens of the prompt go through the decoder half, as deployed. Of the
+tokens before them the decoder's compressed KV is exact, but its window KV is missing, so that logits behind a longer
+prompt differ a little. Up to sliding_window tokens it is the same.
+
 With --speculate=on the timings also say how well that went: acceptance_length is accepted drafts a step and one,
 mean_verified_length the drafts verified a step, tokens_per_forward what came of it behind the first token. The first
 two are null without speculation.
@@ -30,30 +34,25 @@ from typing import Any
 from absl import flags
 
 from dsv41.config import DSV41Error, ModelConfig
-from dsv41.engine import PREFILL_CHUNK, GenerationResult, TextStream, check_prompts, generate
+from dsv41.engine import PREFILL_CHUNK, GenerationResult, check_prompts, generate
+from dsv41.engine.engine_options import CED, FULL, check_prefill
 from dsv41.images import expand_images
-from dsv41.ops.sampling import SamplingParams
 from launch.cli import new_flags, run
 from launch.images import ImageFlags
 from launch.load_model import ModelFlags, progress_bar
+from launch.sampling import SamplingFlags, StopFlags, parse_ids
+from launch.serving import PREFILL_HELP
 from launch.speculation import SpeculationFlags
+from launch.text import TextPrinter, encode
 
 FLAGS = new_flags()
 _MODEL = ModelFlags(FLAGS)
 _PROMPT = flags.DEFINE_string("prompt", None, "Text to continue.", flag_values=FLAGS)
 _PROMPT_IDS = flags.DEFINE_list("prompt_ids", None, "Token ids to continue, as 0,17,42.", flag_values=FLAGS)
 _MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 32, "Tokens to generate at most.", flag_values=FLAGS)
-_TEMPERATURE = flags.DEFINE_float(
-    "temperature", 0.0, "Divides the logits; 0 always takes the best token.", flag_values=FLAGS
-)
-_TOP_P = flags.DEFINE_float(
-    "top_p", SamplingParams.top_p, "Draw from the best tokens that hold this share of the mass.", flag_values=FLAGS
-)
-_TOP_K = flags.DEFINE_integer("top_k", 0, "Draw from that many best tokens; 0: from all.", flag_values=FLAGS)
-_SEED = flags.DEFINE_integer("seed", 0, "Same seed, same draws.", flag_values=FLAGS)
-_STOP_IDS = flags.DEFINE_list(
-    "stop_ids", None, "Token ids that end the text; empty: none. Default: the config's eos_token_id.", flag_values=FLAGS
-)
+_SAMPLING = SamplingFlags(FLAGS)
+_STOP = StopFlags(FLAGS)
+_PREFILL = flags.DEFINE_enum("prefill", FULL, [CED, FULL], PREFILL_HELP, flag_values=FLAGS)
 _PREFILL_CHUNK = flags.DEFINE_integer(
     "prefill_chunk", PREFILL_CHUNK, "Prompt tokens a step; memory grows with it.", flag_values=FLAGS
 )
@@ -62,45 +61,12 @@ _SPECULATION = SpeculationFlags(FLAGS)
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object instead of text.", flag_values=FLAGS)
 
 
-def _ids(flag: str, items: list[str]) -> list[int]:
-    try:
-        return [int(item) for item in items]
-    except ValueError as e:
-        raise DSV41Error(f"--{flag}: expected ids as 0,17,42, got {','.join(items)!r}") from e
-
-
-def encode(tokenizer: Any, text: str, bos_token_id: int) -> list[int]:
-    """Ids of `text` behind exactly one BOS, unless the text itself spells more."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as e:  # Python keeps such bytes of the command line as lone surrogates
-        raise DSV41Error("--prompt: not valid UTF-8") from e
-    ids = tokenizer.encode(text).ids
-    return ids if ids[:1] == [bos_token_id] else [bos_token_id, *ids]
-
-
 def _prompt(config: ModelConfig) -> list[int]:
     if (_PROMPT.value is None) == (_PROMPT_IDS.value is None):
         raise DSV41Error("give either --prompt=TEXT or --prompt_ids=ID,ID,...")
     if _PROMPT_IDS.value is not None:
-        return _ids("prompt_ids", _PROMPT_IDS.value)
+        return parse_ids("prompt_ids", _PROMPT_IDS.value)
     return encode(_MODEL.tokenizer(), _PROMPT.value, config.bos_token_id)
-
-
-class _Printer:
-    """Writes the text of tokens to stdout as they come."""
-
-    def __init__(self, tokenizer: Any, stop: list[int]):
-        self._stream = TextStream(tokenizer) if tokenizer is not None else None
-        self._stop = stop
-
-    def push(self, token: int) -> None:
-        if token in self._stop:
-            return
-        print(self._stream.push(token) if self._stream else f"{token} ", end="", flush=True)
-
-    def finish(self) -> None:
-        print(self._stream.finish() if self._stream else "")
 
 
 def report(result: GenerationResult, text: str | None, load_s: float) -> dict[str, Any]:
@@ -148,14 +114,14 @@ def _figures(result: GenerationResult, load_s: float) -> str:
 
 def main() -> None:
     config = _MODEL.config()
-    sampling = SamplingParams(temperature=_TEMPERATURE.value, top_p=_TOP_P.value, top_k=_TOP_K.value, seed=_SEED.value)
-    stop = [config.eos_token_id] if _STOP_IDS.value is None else _ids("stop_ids", _STOP_IDS.value)
+    sampling, stop = _SAMPLING.read(), _STOP.read(config)
+    check_prefill(_PREFILL.value, config)
     images, speculation = _IMAGES.read(config), _SPECULATION.read(config)
     ids = {"image_token_id": config.image_token_id, "bos_token_id": config.bos_token_id}
     prompt = expand_images(_prompt(config), images, **ids)
     check_prompts(config, [prompt], _MAX_NEW_TOKENS.value)
     model, load_s = _MODEL.load(vision=_IMAGES.given, drafter=speculation is not None)
-    printer = _Printer(model.tokenizer, stop)
+    printer = TextPrinter(model.tokenizer, stop)
     with progress_bar(FLAGS.verbose) as bar:
         task = bar.add_task("prefill", total=len(prompt))
 
@@ -171,6 +137,7 @@ def main() -> None:
             sampling=sampling,
             stop_ids=stop,
             prefill_chunk=_PREFILL_CHUNK.value,
+            prefill=_PREFILL.value,
             images=[images],
             speculate=speculation,
             on_token=None if _JSON.value else lambda _, token: printer.push(token),

@@ -22,8 +22,8 @@ from launch.cli import overrides
 class ModelFlags:
     """--checkpoint, --set and --compile_cache_dir of a script, and what follows from them."""
 
-    def __init__(self, values: flags.FlagValues):
-        """Defines the flags in `values`."""
+    def __init__(self, values: flags.FlagValues, *, config: bool = False):
+        """Defines the flags in `values`; with `config` also --config, which stands for a model without weights."""
         self._values = values
         flags.DEFINE_string(
             "checkpoint",
@@ -31,6 +31,13 @@ class ModelFlags:
             "Directory in the released layout. Without it: the bundled tiny model, whose weights are random.",
             flag_values=values,
         )
+        if config:
+            flags.DEFINE_string(
+                "config",
+                None,
+                "Instead: a config.json, or a directory that holds one; the weights are random.",
+                flag_values=values,
+            )
         flags.DEFINE_multi_string(
             "set",
             [],
@@ -45,12 +52,21 @@ class ModelFlags:
         )
 
     @property
-    def checkpoint(self) -> pathlib.Path:
+    def checkpoint(self) -> pathlib.Path | None:
+        """The directory; None if --config is given instead."""
+        if self._config is not None:
+            return None
         return TINY_MODEL if self._values.checkpoint is None else pathlib.Path(self._values.checkpoint)
+
+    @property
+    def _config(self) -> str | None:
+        return self._values.config if "config" in self._values else None
 
     def config(self) -> ModelConfig:
         """The config with overrides; reads nothing else, so that bad input shows before a long load."""
-        return with_overrides(load_config(self.checkpoint), overrides(self._values.set))
+        if self._config is not None and self._values.checkpoint is not None:
+            raise DSV41Error("give either --checkpoint=DIR or --config=FILE")
+        return with_overrides(load_config(self._config or self.checkpoint), overrides(self._values.set))
 
     def tokenizer(self) -> Any:
         """The `tokenizers.Tokenizer` of the checkpoint.
@@ -63,13 +79,7 @@ class ModelFlags:
     def load(self, *, vision: bool = False, drafter: bool = False) -> tuple[Model, float]:
         """The model, with its vision tower and its drafter or without, and the seconds that loading took."""
         started = time.perf_counter()
-        try:
-            jax.devices()
-        except (RuntimeError, AssertionError) as e:  # some releases of JAX assert that a backend started
-            platforms = os.environ.get("JAX_PLATFORMS", "")
-            reason = str(e) or "none started"
-            raise DSV41Error(f"no device that JAX can use (JAX_PLATFORMS={platforms!r}): {reason}") from e
-        self._use_compile_cache()
+        self.start_device()
         with progress_bar(self._values.verbose, in_bytes=True) as bar:
             task = bar.add_task("loading", total=None)
             model = dsv41.load(
@@ -80,6 +90,20 @@ class ModelFlags:
                 progress=lambda done, total, _: bar.update(task, completed=done, total=total),
             )
         return model, time.perf_counter() - started
+
+    def start_device(self) -> None:
+        """Finds a device, and sets up where compiled programs are kept; `load` does so too.
+
+        Raises:
+          DSV41Error: there is no device, or the directory cannot be made.
+        """
+        try:
+            jax.devices()
+        except (RuntimeError, AssertionError) as e:  # some releases of JAX assert that a backend started
+            platforms = os.environ.get("JAX_PLATFORMS", "")
+            reason = str(e) or "none started"
+            raise DSV41Error(f"no device that JAX can use (JAX_PLATFORMS={platforms!r}): {reason}") from e
+        self._use_compile_cache()
 
     def _use_compile_cache(self) -> None:
         directory = self._values.compile_cache_dir

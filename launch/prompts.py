@@ -8,8 +8,8 @@ from absl import flags
 
 from dsv41.config import DSV41Error, ModelConfig
 from dsv41.evals import read_tokens
-from launch.generate import encode
 from launch.load_model import ModelFlags
+from launch.text import encode
 
 _KEYS = ("prompt", "prompt_ids")
 

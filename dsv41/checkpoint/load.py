@@ -26,7 +26,8 @@ def parameter_name(path: Path) -> str:
     return ".".join(str(k) for k in path)
 
 
-def _flatten(params) -> dict[Path, jax.ShapeDtypeStruct]:
+def flatten(params: Params) -> dict[Path, jax.ShapeDtypeStruct]:
+    """The leaves of nested dicts by their place, in the order of `jax.tree`."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
     return {tuple(k.key for k in path): leaf for path, leaf in leaves}
 
@@ -83,17 +84,17 @@ def load(
     path = pathlib.Path(path)
     config = with_overrides(load_config(path), overrides or {})
     reader = open_checkpoint(path)
-    trees = _abstract_trees(config, drafter=drafter, vision=vision)
+    trees = abstract_trees(config, drafter=drafter, vision=vision)
     check_inventory(reader, tensor_inventory(config), ("engram", *trees))
     tokenizer, token_map = _tokenizer(path, config)
     if token_map is not None:
         engram_hash_spec(config.text_config, int(token_map[config.text_config.engram_pad_token_id]))
     # Names of different parts never meet, so that they can be read in one go.
-    structs = {parameter_name(p): s for tree in trees.values() for p, s in _flatten(tree).items()}
+    structs = {parameter_name(p): s for tree in trees.values() for p, s in flatten(tree).items()}
     _check_memory(path, structs.values())
     arrays = load_parameters(reader, structs, progress=progress)
     params = {
-        part: jax.tree.unflatten(jax.tree.structure(tree), [arrays[parameter_name(p)] for p in _flatten(tree)])
+        part: jax.tree.unflatten(jax.tree.structure(tree), [arrays[parameter_name(p)] for p in flatten(tree)])
         for part, tree in trees.items()
     }
     return Model(
@@ -107,7 +108,7 @@ def load(
     )
 
 
-def _abstract_trees(config: ModelConfig, *, drafter: bool, vision: bool) -> dict[str, Params]:
+def abstract_trees(config: ModelConfig, *, drafter: bool, vision: bool) -> dict[str, Params]:
     """Abstract parameters of the parts that are wanted and that the config has, by their name in `PARTS`."""
     trees = {"backbone": abstract_params(config)}
     if drafter and config.text_config.num_nextn_predict_layers:

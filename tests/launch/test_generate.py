@@ -111,6 +111,12 @@ def test_without_a_tokenizer(capsys, tmp_path):
         (["--prompt_ids="], "prompt 0: empty"),
         (["--prompt_ids=1,512"], "prompt 0: token 1 is 512, expected an id in [0, 512)"),
         (["--prompt_ids=1", "--stop_ids=x"], "--stop_ids: expected ids"),
+        (["--prompt_ids=1", "--stop_ids=512"], "--stop_ids: expected ids in [0, 512), got 512"),
+        (["--prompt_ids=1", "--prefill=half"], "value should be one of <ced|full>"),
+        (
+            ["--prompt_ids=1", "--prefill=ced", "--set=text_config.engram_layer_ids=[1,7]"],
+            "decoder has an Engram",
+        ),
         (["--prompt_ids=1", "--max_new_tokens=0"], "max_new_tokens: expected 1 or more, got 0"),
         (["--prompt_ids=1,2", "--max_new_tokens=127"], "2 tokens and 127 new ones exceed max_position_embeddings=128"),
         (["--prompt_ids=1", "--temperature=-1"], "temperature: expected 0 or more, got -1.0"),
@@ -151,6 +157,16 @@ def test_speculation(capsys):
     assert plain["timings"]["acceptance_length"] is None and plain["timings"]["tokens_per_forward"] == 1
     assert start(*MODEL, *arguments, "--speculate=on") == 0
     assert "acceptance length" in capsys.readouterr().err
+
+
+def test_prefill_with_the_tail_only(capsys):
+    """The same up to the window of 16 tokens; behind a longer prompt it need not be."""
+    arguments = ("--max_new_tokens=5", "--stop_ids=", "--prefill=ced")
+    full = report(capsys, "--prompt_ids=0,17,42", "--max_new_tokens=5", "--stop_ids=")
+    assert report(capsys, "--prompt_ids=0,17,42", *arguments)["token_ids"] == full["token_ids"]
+    long = ",".join(map(str, range(3, 23)))
+    found = report(capsys, f"--prompt_ids={long}", *arguments)
+    assert found["prompt_tokens"] == 20 and len(found["token_ids"]) == 5
 
 
 def start_program(environment, *arguments):
