@@ -16,10 +16,10 @@ NOTHING = {"pages": 0, "references": 0, "rows": 0}
 WARM = SamplingParams(temperature=1.0, top_p=0.95, top_k=40, seed=7)
 
 
-def engine(*, tiers=None, snapshots=None, checkpoint: str = "small", **options) -> Engine:
+def engine(*, model=None, tiers=None, snapshots=None, checkpoint: str = "small", **options) -> Engine:
     shape = {"max_requests": ROWS, "max_tokens": 1024, "num_pages": PAGES, "prefill_chunk": 64, "prefill_rows": 2}
     options = EngineOptions(**shape | {"poison": True} | options)
-    return Engine(small_model(), options, checkpoint=checkpoint, tiers=tiers, snapshots=snapshots)
+    return Engine(model or small_model(), options, checkpoint=checkpoint, tiers=tiers, snapshots=snapshots)
 
 
 def ids(count: int, seed: int = 0) -> list[int]:

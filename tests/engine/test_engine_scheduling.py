@@ -146,6 +146,28 @@ def test_windows_from_snapshots(make):
     assert not result.metrics.window_hit and result.metrics.replayed_tokens == WINDOW
 
 
+def test_old_snapshots_are_replaced_by_replay(make):
+    now = [0.0]
+    engine = make(snapshots=SnapshotPool(1 << 20, ttl_s=600, clock=lambda: now[0]))
+    row, hits = ids(200), []
+    for pause in (0, 599, 600, 0):
+        now[0] += pause
+        result = serve(engine, row)
+        hits.append(result.metrics.window_hit)
+        row = [*row, *result.token_ids, *ids(WINDOW, len(row))]
+    assert hits == [False, True, False, True]
+
+
+@pytest.mark.parametrize("chunk", [1, 130])
+def test_chunks_of_other_sizes(make, chunk):
+    """The last one always holds the whole tail."""
+    engine = make(prefill_chunk=chunk, snapshots=SnapshotPool(1 << 20))
+    for length in (5, 127, 128, 129, 255, 256, 257, 600):
+        row = ids(length, length)
+        row += serve(engine, row).token_ids
+        serve(engine, row + ids(140, 1))
+
+
 # Room
 
 
