@@ -91,8 +91,8 @@ def usage_table(usage: dict[str, dict[str, int]]) -> Table:
         table.add_column(column, justify="right" if i else "left")
     for name, row in usage.items():
         entries, size, hits = row.values()
-        unit = "prompts" if name == "windows" else "prompt tokens"
-        table.add_row(_LABELS[name], f"{entries:,}", f"{size:,}", f"{hits:,} {unit}")
+        unit = "prompt" if name == "windows" else "prompt token"
+        table.add_row(_LABELS[name], f"{entries:,}", f"{size:,}", f"{hits:,} {unit}{'' if hits == 1 else 's'}")
     return table
 
 
