@@ -51,6 +51,7 @@ _TEMPERATURE = flags.DEFINE_float(
 _TOP_P = flags.DEFINE_float(
     "top_p", SamplingParams.top_p, "Draw from the best tokens that hold this share of the mass.", flag_values=FLAGS
 )
+_TOP_K = flags.DEFINE_integer("top_k", 0, "Draw from that many best tokens; 0: from all.", flag_values=FLAGS)
 _SEED = flags.DEFINE_integer("seed", 0, "Of the first prompt; each has one more.", flag_values=FLAGS)
 _ACCEPTANCE = flags.DEFINE_enum_class(
     "acceptance", AcceptanceRule.BLOCK, AcceptanceRule, "How drafts are accepted.", flag_values=FLAGS
@@ -99,9 +100,9 @@ def main() -> None:
     if _OUT.value is None:
         raise DSV41Error("--out=FILE.json is required")
     check_target(_OUT.value)
-    _PLOT.check()
+    _PLOT.check(_OUT.value)
     config = _MODEL.config()
-    sampling = SamplingParams(temperature=_TEMPERATURE.value, top_p=_TOP_P.value, seed=_SEED.value)
+    sampling = SamplingParams(temperature=_TEMPERATURE.value, top_p=_TOP_P.value, top_k=_TOP_K.value, seed=_SEED.value)
     if _PREFILL_CHUNK.value < 1:
         raise DSV41Error(f"prefill_chunk: expected 1 or more, got {_PREFILL_CHUNK.value}")
     prompts = _PROMPTS.read(_MODEL, config)

@@ -115,7 +115,7 @@ def _figures(result: GenerationResult, load_s: float) -> str:
 def main() -> None:
     config = _MODEL.config()
     sampling, stop = _SAMPLING.read(), _STOP.read(config)
-    check_prefill(_PREFILL.value, config)
+    check_prefill(_PREFILL.value, config, _PREFILL_CHUNK.value)
     images, speculation = _IMAGES.read(config), _SPECULATION.read(config)
     ids = {"image_token_id": config.image_token_id, "bos_token_id": config.bos_token_id}
     prompt = expand_images(_prompt(config), images, **ids)

@@ -2,6 +2,7 @@
 
 import importlib
 import io
+import pathlib
 from typing import Any
 
 from absl import flags
@@ -24,13 +25,18 @@ class PlotFlag:
     def given(self) -> bool:
         return self._values.plot is not None
 
-    def check(self) -> None:
+    def check(self, out: str | None = None) -> None:
         """Finds out before any work whether a picture can be made.
 
+        Args:
+          out: the script's other file.
+
         Raises:
-          DSV41Error: matplotlib is not installed, or the file cannot be put there.
+          DSV41Error: matplotlib is not installed, or the file cannot be put there, or it is `out`.
         """
         if self.given:
+            if out is not None and pathlib.Path(out).resolve() == pathlib.Path(self._values.plot).resolve():
+                raise DSV41Error(f"--plot: {out} is the file of --out")
             check_target(self._values.plot)
             self.figure()
 

@@ -51,6 +51,7 @@ _TEMPERATURE = flags.DEFINE_float(
     "temperature", SamplingParams.temperature, "Of the rounds; 0 spares them the random draws.", flag_values=FLAGS
 )
 _TOP_P = flags.DEFINE_float("top_p", SamplingParams.top_p, "Of the rounds.", flag_values=FLAGS)
+_TOP_K = flags.DEFINE_integer("top_k", 0, "Of the rounds.", flag_values=FLAGS)
 _STEPS = flags.DEFINE_integer("steps", ProfilePlan.steps, "Rounds timed at each point, at least.", flag_values=FLAGS)
 _MIN_SECONDS = flags.DEFINE_float(
     "min_seconds", ProfilePlan.min_seconds, "Seconds that they take together, at least.", flag_values=FLAGS
@@ -76,7 +77,7 @@ def _plan() -> ProfilePlan:
         context=_CONTEXT.value,
         draft_tokens=_DRAFT_TOKENS.value,
         rule=_ACCEPTANCE.value,
-        sampling=SamplingParams(temperature=_TEMPERATURE.value, top_p=_TOP_P.value),
+        sampling=SamplingParams(temperature=_TEMPERATURE.value, top_p=_TOP_P.value, top_k=_TOP_K.value),
         steps=_STEPS.value,
         min_seconds=_MIN_SECONDS.value,
         prefill_chunk=_PREFILL_CHUNK.value,
@@ -92,6 +93,7 @@ def _command(plan: ProfilePlan) -> str:
         "acceptance": plan.rule.name.lower(),
         "temperature": plan.sampling.temperature,
         "top_p": plan.sampling.top_p,
+        "top_k": plan.sampling.top_k,
         "steps": plan.steps,
         "min_seconds": plan.min_seconds,
     }
@@ -154,7 +156,7 @@ def main() -> None:
     if _OUT.value is None:
         raise DSV41Error("--out=FILE.json is required")
     check_target(_OUT.value)
-    _PLOT.check()
+    _PLOT.check(_OUT.value)
     plan = _plan().resolved(_MODEL.config())
     model, load_s = _MODEL.load(drafter=True)
     started = time.perf_counter()

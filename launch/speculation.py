@@ -20,7 +20,7 @@ class SpeculationFlags:
             "off",
             ["on", "off"],
             "on: the drafter proposes tokens and the model verifies them, several a step. Same tokens at temperature "
-            "0, tokens of the same law above.",
+            "0 (on CPU; elsewhere but for near-ties), tokens of the same law above.",
             flag_values=values,
         )
         flags.DEFINE_integer(
@@ -40,8 +40,9 @@ class SpeculationFlags:
             "verify",
             Speculation.schedule.value,
             [s.value for s in VerifySchedule],
-            "Which drafts a step verifies. all: every one; budget: as many as older confidences say pay off; greedy: "
-            "as current ones say. The last two need --throughput_table.",
+            "Which drafts a step verifies. all: every one; budget: as many as older confidences say pay off, in "
+            "narrower steps; greedy: as current ones say, the exact Algorithm 1, in steps as wide as all's. Both need "
+            "--throughput_table.",
             flag_values=values,
         )
         flags.DEFINE_string(
@@ -63,6 +64,12 @@ class SpeculationFlags:
                 if v[name].present:
                     raise DSV41Error(f"--{name}: only with --speculate=on")
             return None
+        if v.draft_tokens == 0:
+            return None
+        if v.verify == VerifySchedule.ALL.value:
+            for name in ("throughput_table", "confidence_temperatures"):
+                if v[name].present:
+                    raise DSV41Error(f"--{name}: only with --verify=budget or --verify=greedy")
         block = config.text_config.dspark_block_size
         table, temperatures = v.throughput_table, v.confidence_temperatures
         speculation = Speculation(

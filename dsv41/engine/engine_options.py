@@ -10,14 +10,16 @@ from dsv41.engine.speculation import Speculation
 CED, FULL = "ced", "full"
 
 
-def check_prefill(prefill: str, config: ModelConfig | None = None) -> None:
-    """Refuses a kind of prefill that there is not, or that does not fit the model.
+def check_prefill(prefill: str, config: ModelConfig | None = None, chunk: int = 1) -> None:
+    """Refuses a kind of prefill that there is not, or that does not fit the model, and chunks of no tokens.
 
     Raises:
       DSV41Error: it says which.
     """
     if prefill not in (CED, FULL):
         raise DSV41Error(f"prefill: expected {CED!r} or {FULL!r}, got {prefill!r}")
+    if chunk < 1:
+        raise DSV41Error(f"prefill_chunk: expected 1 or more, got {chunk}")
     problem = layer_schedule(config.text_config).tail_problem if config is not None else None
     if prefill == CED and problem:
         raise DSV41Error(f"prefill 'ced' does not fit this model: {problem}; use 'full'")

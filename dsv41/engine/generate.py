@@ -65,11 +65,8 @@ def _check_options(
     count: int,
     sampling: SamplingParams | Sequence[SamplingParams],
     stop_ids: Sequence[int] | None,
-    prefill_chunk: int,
 ) -> tuple[list[SamplingParams], frozenset[int]]:
     """The sampling parameters of each prompt, and the stop ids."""
-    if prefill_chunk < 1:
-        raise DSV41Error(f"prefill_chunk: expected 1 or more, got {prefill_chunk}")
     each = [sampling] * count if isinstance(sampling, SamplingParams) else list(sampling)
     if len(each) != count:
         raise DSV41Error(f"sampling: expected parameters for {count} prompts, got {len(each)}")
@@ -113,9 +110,9 @@ def generate(
     a request draws depends on its logits, its sampling parameters and its seed, not on the other rows.
 
     With `speculate` a step behind the prompts is a round: the drafter proposes tokens, the model verifies them. At
-    temperature 0 the same tokens come out, above it tokens of the same law. A schedule that looks at the whole batch
-    lets the other rows decide how many drafts of a request are verified, and so which of the equally likely draws come
-    out.
+    temperature 0 the same tokens come out (on CPU; elsewhere but for near-ties), above it tokens of the same law. A
+    schedule that looks at the whole batch lets the other rows decide how many drafts of a request are verified, and so
+    which of the equally likely draws come out.
 
     Args:
       model: the model.
@@ -137,8 +134,8 @@ def generate(
         out of range; later, a request whose logits are not numbers. The message names the request.
     """
     requests = _requests(model, prompts, images, max_new_tokens)
-    each, stop = _check_options(model, len(requests), sampling, stop_ids, prefill_chunk)
-    check_prefill(prefill, model.config)
+    each, stop = _check_options(model, len(requests), sampling, stop_ids)
+    check_prefill(prefill, model.config, prefill_chunk)
     drafts = 0 if speculate is None else speculate.drafts(model.config)
     if drafts:
         check_drafter(model)
