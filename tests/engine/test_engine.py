@@ -1,6 +1,5 @@
-"""The engine over a model: tokens of `generate`, whatever shares the batch; prefixes, windows, tiers and room."""
+"""The engine with only a prompt's tail in the decoder: batches, prefixes, windows, and the tiers behind the device."""
 
-import dataclasses
 import functools
 
 import jax
@@ -8,45 +7,46 @@ import numpy as np
 import pytest
 
 from dsv41.cache import write_page
-from dsv41.engine import Speculation, generate
-from dsv41.engine.engine_request import EngineRequest
-from dsv41.kv_store import HostPages, PageTiers, SnapshotPool
-from dsv41.ops.sampling import SamplingParams
+from dsv41.engine import Speculation, ThroughputTable, VerifySchedule
+from dsv41.kv_store import (
+    HostPages,
+    PageId,
+    PageStore,
+    PageTiers,
+    SnapshotPool,
+    cache_fingerprint,
+    split_row,
+)
+from dsv41.kv_store.store_index import RecordName
 from tests.engine.engines import (
+    ALONE,
     NOTHING,
     PAGE,
     PAGES,
     WARM,
     WINDOW,
+    alone,
     cached,
+    check_chunks,
+    check_company,
+    check_own_window,
     engine,
     evict_all,
     ids,
     page_bytes,
+    plain,
     same_bytes,
     serve,
-    spoil_rings,
     tokens,
     watch_prefill,
 )
 from tests.models.cache_rows import same_rows
 from tests.models_for_tests import small_model
 
-ALONE = {"reuse": False}
-FULL = {"prefill": "full"}
-GREEDY = SamplingParams(temperature=0)
-
-
-@functools.cache
-def plain(prefill: str):
-    """An engine without state worth keeping."""
-    return engine(prefill=prefill, **ALONE)
-
-
-@functools.cache
-def alone(prefill: str, prompt: tuple[int, ...], new: int, sampling=GREEDY) -> tuple[int, ...]:
-    """Tokens of a request that nothing else is near."""
-    return serve(plain(prefill), list(prompt), new=new, sampling=sampling).token_ids
+ROOT = cache_fingerprint(small_model().config, "small")
+PROMPT = ids(601)  # 601 + 12 tokens, of which 612 are in the cache at the end
+HIT = 612
+BOTH = pytest.mark.parametrize("speculation", [None, Speculation()], ids=["plain", "drafts"])
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def compilations():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-@pytest.mark.parametrize("speculation", [None, Speculation()], ids=["plain", "drafts"])
+@BOTH
 def test_nothing_is_compiled_while_serving(compilations, speculation):
     pool = SnapshotPool(1 << 24)
     made = engine(snapshots=pool, tiers=PageTiers(PAGE, host=HostPages(1 << 24)), speculation=speculation)
@@ -84,42 +84,9 @@ def test_nothing_is_compiled_while_serving(compilations, speculation):
     assert compilations == []
 
 
-# Equal to generate, whatever shares the batch
-
-
-LENGTHS = ((1, 63, 66, 129), (60, 61, 62, 64))
-
-
-@pytest.mark.parametrize("lengths", LENGTHS)
-def test_full_prefill_gives_the_tokens_of_generate(lengths):
-    """Cases A9, C13: greedy, and sampled with a seed of its own; every length modulo 4."""
-    prompts = [ids(n, n) for n in lengths]
-    sampling = [GREEDY, WARM, dataclasses.replace(WARM, seed=8), GREEDY]
-    wanted = generate(small_model(), prompts, max_new_tokens=10, stop_ids=(), sampling=sampling, prefill_chunk=8)
-    made = plain("full")
-    numbers = [made.add(p, max_new_tokens=10, stop_ids=(), sampling=s) for p, s in zip(prompts, sampling, strict=True)]
-    made.run()
-    assert [made.take(n).token_ids for n in numbers] == tokens(wanted)
-
-
-@pytest.mark.parametrize("options", [FULL, {}, {"speculation": Speculation()}], ids=["full", "ced", "ced with drafts"])
-def test_case_n16_results_do_not_depend_on_the_other_requests(options):
-    """Bit for bit: other orders, arrivals in between, requests that end, are aborted or have other parameters."""
-    made = engine(**options, **ALONE)
-    prompts = [(ids(n, n), s) for n, s in ((100, GREEDY), (33, WARM), (150, WARM), (17, GREEDY))]
-    wanted = [serve(made, p, new=12, sampling=s).token_ids for p, s in prompts]
-    for order, gap in (((0, 1, 2, 3), 0), ((3, 2, 0, 1), 2), ((2, 3, 1, 0), 5)):
-        other = [made.add(ids(90, 5 + gap), max_new_tokens=40, sampling=SamplingParams(seed=gap)) for _ in range(2)]
-        numbers = {}
-        for i in order:
-            prompt, sampling = prompts[i]
-            numbers[i] = made.add(prompt, max_new_tokens=12, stop_ids=(), sampling=sampling)
-            for _ in range(gap):
-                made.step()
-        made.abort(other[0])
-        made.run()
-        assert [made.take(numbers[i]).token_ids for i in range(4)] == wanted
-    assert made.leaks() == NOTHING
+@BOTH
+def test_case_n16_results_do_not_depend_on_the_other_requests(speculation):
+    check_company(speculation=speculation)
 
 
 def test_drafts_do_not_change_greedy_tokens():
@@ -139,50 +106,16 @@ def test_a_stop_id_ends_a_request():
     assert result.finish_reason == "stop" and result.token_ids == free[: free.index(free[5]) + 1]
 
 
-@pytest.mark.parametrize("prefill", ["ced", "full"])
-def test_case_a12_chunks_do_not_change_anything(monkeypatch, prefill):
-    prompt = ids(150)
-    made = engine(prefill=prefill, **ALONE)
-    rows = watch_prefill(made)
-    wanted = serve(made, prompt)
-    chunk = EngineRequest.chunk
-    for size in (16, 17, 33):
-        monkeypatch.setattr(EngineRequest, "chunk", lambda self, most, tail, size=size: chunk(self, size, tail))
-        assert serve(made, prompt).token_ids == wanted.token_ids
-        same_rows(rows[-1], rows[0])
-    assert len(rows) == 4
-
-
 # Prefixes
 
 
-@pytest.mark.parametrize("options", [FULL, {}, {"speculation": Speculation()}], ids=["full", "ced", "ced with drafts"])
-def test_case_c1_a_hit_reads_its_own_window(options):
-    """Pages of [0, H) are those that were left, byte for byte, and what windows held before does not matter."""
-    made = engine(**options)
-    prompt = ids(300)
-    first = serve(made, prompt)
-    pages, index = page_bytes(made), made._prefix.index
-    again = prompt + ids(20, 1)
-    serve(made, ids(200, 2), ids(210, 3), ids(220, 4), ids(230, 5))
-    left = {node.value: node.page.count for node in index._tree if node.page.tokens[0] == prompt[0]}
-    rows = watch_prefill(made)
-    result = serve(made, again, reuse=True)
-    assert cached(result) == 300 and result.metrics.replayed_tokens == WINDOW
-    full = [number for number, count in left.items() if count == PAGE]
-    assert full and all(same_bytes(pages[n], page_bytes(made)[n]) for n in full)
-    spoil_rings(made)
-    other = serve(made, prompt + ids(20, 1))
-    # The prompt's own end is in the index now; 318 is the hit, so that other rows are computed: the tokens agree.
-    assert cached(other) == 318
-    assert len(result.token_ids) == len(other.token_ids) == len(first.token_ids)
-    dirty = engine(**options)
-    serve(dirty, prompt)
-    spoil_rings(dirty)
-    seen = watch_prefill(dirty)
-    assert serve(dirty, again).token_ids == result.token_ids
-    same_rows(seen[0], rows[0])
-    assert made.leaks() == dirty.leaks() == NOTHING
+def test_case_a12_chunks_do_not_change_anything(monkeypatch):
+    check_chunks(monkeypatch, "ced")
+
+
+@BOTH
+def test_case_c1_a_hit_reads_its_own_window(speculation):
+    check_own_window(speculation=speculation)
 
 
 @pytest.mark.parametrize("hit, used", [(8, 0), (16, 0), (17, 0), (18, 18), (100, 100)])
@@ -260,20 +193,6 @@ def test_dropped_snapshots_change_what_is_counted_only():
     assert results[0] == results[1] == results[2]
 
 
-# Room and errors
-
-
-def test_requests_that_are_set_back_get_the_same_tokens():
-    prompts = [ids(500, n) for n in range(4)]
-    made = engine(**FULL, **ALONE)
-    results = serve(made, *prompts, new=16, sampling=WARM)
-    assert made.metrics.preemptions == sum(r.metrics.preemptions for r in results) > 0
-    wanted = [*serve(made, *prompts[:2], new=16, sampling=WARM), *serve(made, *prompts[2:], new=16, sampling=WARM)]
-    assert [r.metrics.preemptions for r in wanted] == [0] * 4
-    assert tokens(results) == tokens(wanted)
-    assert made.leaks() == NOTHING
-
-
 def test_broken_pages_end_the_request_that_reads_them():
     prompts = [ids(60, n) for n in range(3)]
     made = engine(**ALONE)
@@ -291,29 +210,170 @@ def test_broken_pages_end_the_request_that_reads_them():
     assert made.metrics.failed == 1 and made.leaks() == NOTHING
 
 
-def test_many_requests_with_shared_beginnings():
-    """Random arrivals, aborts and a small pool; those that reuse nothing have the tokens they get alone."""
-    rng, made = np.random.default_rng(0), engine(**FULL, tiers=PageTiers(PAGE, host=HostPages(1 << 20)))
-    documents, sent, gone = [ids(n, n) for n in (20, 200, 300, 400)], {}, set()
-    while len(sent) < 50 or made.busy:
-        if len(sent) < 50 and rng.random() < 0.5:
-            prompt = documents[rng.integers(4)][: rng.integers(1, 401)] + ids(rng.integers(1, 40), len(sent))
-            reuse, new = bool(rng.random() < 0.7), int(rng.integers(1, 12))
-            number = made.add(prompt, max_new_tokens=new, stop_ids=(), sampling=WARM, reuse=reuse)
-            sent[number] = (tuple(prompt), new, reuse)
-        made.step()
-        if sent and rng.random() < 0.03:
-            number = int(rng.choice(list(sent)))
-            if made.result(number) is None:
-                made.abort(number)
-                gone.add(number)
-    exact = [n for n, (_, _, reuse) in sent.items() if not reuse and n not in gone]
-    for number, (_, new, _) in sent.items():
-        result = made.result(number)
-        assert result.error is None and (number in gone or len(result.token_ids) == new)
-    for number in exact[:6]:
-        prompt, new, _ = sent[number]
-        assert made.result(number).token_ids == alone("full", prompt, new, WARM), number
+# Tiers (serving.md section 5)
+
+
+def host_tiers() -> PageTiers:
+    return PageTiers(PAGE, host=HostPages(1 << 24))
+
+
+def store(path) -> PageStore:
+    return PageStore(path, ROOT, byte_budget=1 << 24)
+
+
+def second_turn(made, answer, suffix: int = 40):
+    """The result of a prompt that goes on behind the answer, and what the cache held of it."""
+    rows = watch_prefill(made)
+    result = serve(made, [*PROMPT, *answer, *ids(suffix, 1)], new=12)
     assert made.leaks() == NOTHING
-    print(f"\n{len(sent)} requests, {len(gone)} aborted: {made.metrics}")
-    assert made.metrics.cached_tokens["hbm"] and made.metrics.evicted_pages
+    return result, rows[-1]
+
+
+def from_device(tmp_path):
+    made = engine()
+    return made, serve(made, PROMPT, new=12).token_ids
+
+
+def from_host(tmp_path):
+    made = engine(tiers=host_tiers())
+    answer = serve(made, PROMPT, new=12).token_ids
+    evict_all(made)
+    return made, answer
+
+
+def from_host_in_part(tmp_path):
+    """The device keeps the full pages."""
+    made = engine(tiers=host_tiers())
+    answer = serve(made, PROMPT, new=12).token_ids
+    evict_some(made, 1)
+    return made, answer
+
+
+def from_disk(tmp_path):
+    with store(tmp_path) as writer:
+        answer = serve(engine(tiers=PageTiers(PAGE, store=writer)), PROMPT, new=12).token_ids
+    return engine(tiers=PageTiers(PAGE, store=PageStore(tmp_path, ROOT, writable=False))), answer
+
+
+def evict_some(made, count: int) -> None:
+    """As `evict_all`, for so many pages."""
+    prefix = made._prefix
+    made._run.cache, pages = prefix._take(made._run.cache, prefix.pool.num_free + count)
+    made._run.cache = prefix._freed(made._run.cache, prefix.pool.release(pages))
+
+
+SOURCES = {
+    from_device: {"hbm": HIT, "host": 0, "ssd": 0},
+    from_host: {"hbm": 0, "host": HIT, "ssd": 0},
+    from_host_in_part: {"hbm": 512, "host": 100, "ssd": 0},
+    from_disk: {"hbm": 0, "host": 0, "ssd": HIT},
+}
+
+
+def test_a_conversation_goes_on_from_every_tier(tmp_path):
+    """One hit, one result: pages, windows and tokens are the same bits wherever the prefix was. Behind nothing at all
+    the pages of the prefix are the same too; what replay makes of the rest is printed."""
+    cold = engine(reuse=False)
+    answer = serve(cold, PROMPT, new=12).token_ids
+    exact, exact_rows = second_turn(cold, answer)
+    results = []
+    for source, tiers in SOURCES.items():
+        made, same_answer = source(tmp_path)
+        assert same_answer == answer
+        result, rows = second_turn(made, answer)
+        assert result.metrics.cached_tokens == tiers and result.metrics.replayed_tokens == WINDOW
+        results.append((result.token_ids, rows))
+    for token_ids, rows in results[1:]:
+        assert token_ids == results[0][0]
+        same_rows(rows, results[0][1])
+    differ = total = 0
+    for name, arrays in exact_rows.items():
+        kind, _, k = name.partition(".")
+        if kind in ("main", "index"):
+            ratio = cold._run.cache.layout.ratios[int(k)]
+            for a, b in zip(results[0][1][name], arrays, strict=True):
+                np.testing.assert_array_equal(a[: HIT // ratio], b[: HIT // ratio])
+                differ, total = differ + (a != b).sum(), total + b[HIT // ratio :].size
+    agree = sum(a == b for a, b in zip(results[0][0], exact.token_ids, strict=True))
+    print(f"\nbehind a hit at {HIT}: {differ} of {total} values of new entries differ, {agree} of 12 tokens agree")
+
+
+def test_a_snapshot_beside_pages_from_host_memory():
+    """Pages of one tier and the window of another: as if nothing had ever left the device."""
+    made = engine(tiers=host_tiers(), snapshots=SnapshotPool(1 << 24))
+    answer = serve(made, PROMPT, new=12).token_ids
+    evict_all(made)
+    result, rows = second_turn(made, answer)
+    assert result.metrics.cached_tokens["host"] == HIT and result.metrics.window_hit
+    cold = engine(reuse=False)
+    exact, exact_rows = second_turn(cold, answer)
+    assert result.token_ids == exact.token_ids
+    same_rows(rows, exact_rows)
+
+
+def pages_of(answer) -> list[PageId]:
+    return split_row(ROOT, [*PROMPT, *answer[:-1]], PAGE)
+
+
+@pytest.mark.parametrize("broken, left", [(0, 0), (1, 256), (2, 512)])
+def test_a_damaged_page_on_disk_is_computed_again(tmp_path, caplog, broken, left):
+    _, answer = from_disk(tmp_path)
+    path = tmp_path / RecordName.of(pages_of(answer)[broken]).path
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+    with store(tmp_path) as writer:
+        made = engine(tiers=PageTiers(PAGE, store=writer))
+        result, _ = second_turn(made, answer)
+        assert result.metrics.cached_tokens["ssd"] == left
+        assert writer.stats.damaged == 1
+    assert [r.getMessage() for r in caplog.records if "skipped" in r.getMessage()]
+    if not left:
+        cold = engine(reuse=False)
+        assert result.token_ids == second_turn(cold, answer)[0].token_ids
+    # What was computed again was stored again.
+    with store(tmp_path) as writer:
+        made = engine(tiers=PageTiers(PAGE, store=writer))
+        again, _ = second_turn(made, answer)
+        assert again.metrics.cached_tokens["ssd"] == 652 and writer.stats.damaged == 0
+
+
+def test_pages_of_another_checkpoint_are_not_used(tmp_path):
+    _, answer = from_disk(tmp_path)
+    other = cache_fingerprint(small_model().config, "other weights")
+    with PageStore(tmp_path, other, byte_budget=1 << 24) as writer:
+        made = engine(checkpoint="other weights", tiers=PageTiers(PAGE, store=writer))
+        assert cached(second_turn(made, answer)[0]) == 0
+
+
+def test_a_page_that_the_disk_refuses_costs_no_request(tmp_path):
+    """It is offered again with the next row that has it, and what follows it too."""
+    with store(tmp_path) as writer:
+        put, calls = writer.put, []
+        writer.put = lambda page, arrays: calls.append(page) or (len(calls) > 1 and put(page, arrays))
+        made = engine(tiers=PageTiers(PAGE, store=writer))
+        results = [serve(made, PROMPT, new=3) for _ in range(2)]
+        assert [cached(r) for r in results] == [0, 600]
+        assert writer.stats.orphans
+        writer.flush()
+        assert not writer.unsaved(split_row(ROOT, PROMPT, PAGE)[:2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [VerifySchedule.BUDGET, VerifySchedule.GREEDY])
+def test_schedules_that_look_at_the_batch(schedule):
+    """Greedy tokens stay the same; rows come, go and are aborted at any moment."""
+    table = ThroughputTable(block_size=5, curves={4: ((4, 100.0), (7, 60.0), (17, 30.0))})
+    made = engine(speculation=Speculation(schedule=schedule, throughput=table), reuse=False)
+    prompts = [ids(n, n) for n in (100, 20, 5, 70, 33)]
+    wanted = tokens(serve(engine(reuse=False), *prompts, new=20))
+    made.warm_up()
+    numbers = [made.add(p, max_new_tokens=20, stop_ids=()) for p in prompts]
+    others = [made.add(ids(150, n), max_new_tokens=20, sampling=WARM) for n in range(3)]
+    for number in others:
+        for _ in range(3):
+            made.step()
+        made.abort(number)
+    made.run()
+    assert [made.take(n).token_ids for n in numbers] == wanted
+    assert made.metrics.accepted <= made.metrics.verified and made.leaks() == NOTHING
