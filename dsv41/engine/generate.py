@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from dsv41.cache import KVCache
 from dsv41.config import DSV41Error, ModelConfig
 from dsv41.engine.engine_options import CED, FULL, check_prefill
 from dsv41.engine.plain_batch import GREEDY, PlainBatch
@@ -140,24 +141,33 @@ def generate(
     if drafts:
         check_drafter(model)
     called = time.perf_counter()
-    longest, window = max(r.prompt_tokens for r in requests), model.config.text_config.sliding_window
-    tail = window if prefill == CED and longest > window else None
-    chunk = min(max(prefill_chunk, tail or 0), longest)
+    longest = max(r.prompt_tokens for r in requests)
     cache = init_run_cache(model, len(requests), longest + max_new_tokens, draft_tokens=drafts)
     sizes = CacheSizes.of(cache)
-    if drafts:
-        speculation = {"speculation": speculate, "stop_ids": stop}
-        batch = SpeculativeBatch(model, requests, each, chunk, cache, tail=tail, **speculation)
-    else:
-        batch = PlainBatch(model, requests, each, chunk, cache, tail=tail)
+    batch = _batch(model, requests, each, cache, prefill, prefill_chunk, speculate if drafts else None, stop)
     batch.warm_up()
     started = time.perf_counter()
     batch.embed_images()
     _run(batch, requests, stop, on_token, on_prefill)
-    if drafts:
-        for request, record in zip(requests, batch.records(), strict=True):
-            request.speculation = record
     return [r.result(started=started, compile_s=started - called, sizes=sizes) for r in requests]
+
+
+def _batch(
+    model: Model,
+    requests: list[Request],
+    sampling: list[SamplingParams],
+    cache: KVCache,
+    prefill: str,
+    prefill_chunk: int,
+    speculate: Speculation | None,
+    stop: frozenset[int],
+) -> PlainBatch:
+    longest, window = max(r.prompt_tokens for r in requests), model.config.text_config.sliding_window
+    tail = window if prefill == CED and longest > window else None
+    arguments = (model, requests, sampling, min(max(prefill_chunk, tail or 0), longest), cache)
+    if speculate is None:
+        return PlainBatch(*arguments, tail=tail)
+    return SpeculativeBatch(*arguments, tail=tail, speculation=speculate, stop_ids=stop)
 
 
 def _run(
@@ -181,3 +191,6 @@ def _run(
         if on_token is not None:
             for i, token in drawn:
                 on_token(i, token)
+    if isinstance(batch, SpeculativeBatch):
+        for request, record in zip(requests, batch.records(), strict=True):
+            request.speculation = record
