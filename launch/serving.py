@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 from typing import Any
 
@@ -191,8 +192,8 @@ class ServingFlags:
         """
         v = self._values
         for name in ("store_gb", "host_gb", "snapshot_minutes"):
-            if v[name].value is not None and not v[name].value >= 0:
-                raise DSV41Error(f"--{name}: expected 0 or more, got {v[name].value}")
+            if v[name].value is not None and not 0 <= v[name].value < math.inf:
+                raise DSV41Error(f"--{name}: expected a number, 0 or more, got {v[name].value}")
         if v["store_gb"].present and v.store is None:
             raise DSV41Error("--store_gb: only with --store=DIR")
         if v.store is not None and checkpoint is None:

@@ -11,6 +11,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import jax
 import numpy as np
 
 from dsv41.config import DSV41Error
@@ -33,7 +34,8 @@ class Engine:
     Args:
       model: the model, with its drafter if the options speculate.
       options: sizes and modes.
-      checkpoint: text that identifies the weights; pages of another one are never used. Needed with `tiers`.
+      checkpoint: text that identifies the weights; pages of another one are never used. Needed with `tiers` and with
+        `snapshots`.
       tiers: host memory and disk for pages; None: pages live on the device only.
       snapshots: host memory for window state; None: windows are always replayed.
       clock: seconds that never go back.
@@ -53,8 +55,10 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ):
         options.check(model.config)
-        if tiers is not None and not checkpoint:
-            raise DSV41Error("engine: tiers need the checkpoint's identity, so that no other's pages are used")
+        if (tiers is not None or snapshots is not None) and not checkpoint:
+            raise DSV41Error(
+                "engine: tiers and snapshots need the checkpoint's identity, so that no other's pages are used"
+            )
         if options.speculation is not None and options.speculation.drafts(model.config):
             check_drafter(model)
         self._model, self._options, self._clock = model, options, clock
@@ -175,7 +179,11 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is under way."""
+        """Whether a request is under way, or an event of one is still to be had from `step`."""
+        return bool(self._events) or self._working
+
+    @property
+    def _working(self) -> bool:
         return bool(self._queue) or any(r is not None for r in self._rows)
 
     def _request(self, request_id: int) -> EngineRequest:
@@ -186,12 +194,13 @@ class Engine:
     # Steps
 
     def warm_up(self) -> None:
-        """Compiles everything that serving can need.
+        """Compiles everything that serving can need, but for the vision tower: that is compiled for each size class of
+        pictures when the first one comes.
 
         Raises:
           DSV41Error: a request is under way.
         """
-        if self.busy:
+        if self._working:
             raise DSV41Error("engine: a request is under way")
         self._run.warm_up()
         self._run.cache = self._prefix.warm_up(self._run.cache)
@@ -210,10 +219,24 @@ class Engine:
         """Gives rows and pages to waiting requests, first come first served."""
         while self._queue and None in self._rows and self._queue[0] is not self._refused:
             request = self._queue[0]
+            if not self._embed_images(request):
+                continue
             if not self._open(request, self._rows.index(None)):
                 self._refused = request
                 return
             self._queue.popleft()
+
+    def _embed_images(self, request: EngineRequest) -> bool:
+        """Encodes a request's pictures before anything is taken for it; one that does not fit the device ends it."""
+        if request.images and request.embeds is None:
+            try:
+                request.embeds = self._model.embed_images(request.ids[: request.prompt_tokens], request.images)
+            except jax.errors.JaxRuntimeError as e:
+                request.error = f"its images cannot be encoded: {e}"
+                self.metrics.failed += 1
+                self._end(request, "error")
+                return False
+        return True
 
     def _find(self, request: EngineRequest, most: int) -> Hit:
         """How a request can go on from up to `most` tokens that are there."""
@@ -244,8 +267,6 @@ class Engine:
         request.cursor, request.target, request.write_from = hit.tokens - replayed, len(ids), hit.tokens
         # Window rows before the replay are somebody else's; those of a snapshot or of the prompt itself are right.
         request.floor = request.cursor if replayed else 0
-        if request.images and request.embeds is None:
-            request.embeds = self._model.embed_images(ids[: request.prompt_tokens], request.images)
         self._run.set_sampling(row, request.sampling, request.stop_ids)
         self._count_admission(request, hit, replayed)
         return True
@@ -382,7 +403,7 @@ class Engine:
         Raises:
           DSV41Error: a request is under way.
         """
-        if self.busy:
+        if self._working:
             raise DSV41Error("engine: a request is under way")
         pool, index = self._prefix.pool, self._prefix.index
         counts = index.counts()

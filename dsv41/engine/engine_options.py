@@ -33,7 +33,9 @@ class EngineOptions:
       max_requests: requests that are decoded at once; others wait.
       max_tokens: tokens that a request may reach, prompt included.
       num_pages: pages of the pool. None: enough for every request at its longest. Fewer share better and may make a
-        request wait, or be set back and computed again, but never fail.
+        request wait, or be set back and computed again, but never fail. A request that was set back goes on behind a
+        prefill of its tokens: the same ones with prefill "full" and without reuse and drafts above temperature 0,
+        otherwise within what replay and the tail approximate.
       prefill: "ced", as deployed: the decoder runs on a prompt's last `sliding_window` tokens only, an approximation
         (serving.md section 3); "full": every layer on every token.
       prefill_chunk: prompt tokens of a request that a step forwards at most.

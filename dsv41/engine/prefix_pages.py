@@ -12,7 +12,17 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from dsv41.cache import KVCache, PagePool, copy_page, read_page, read_rings, set_page_table, write_page, write_rings
+from dsv41.cache import (
+    FORMAT_VERSION,
+    KVCache,
+    PagePool,
+    copy_page,
+    read_page,
+    read_rings,
+    set_page_table,
+    write_page,
+    write_rings,
+)
 from dsv41.kv_store import (
     Found,
     ImageSpan,
@@ -81,6 +91,7 @@ class PrefixPages:
         self.index = PrefixIndex(self.pool, root, self.size)
         self.tiers, self.snapshots = tiers, snapshots
         self.evicted_pages = 0
+        self._ring_length = layout.window.length
         self._root, self._window, self._encoder_layers = root, window, encoder_layers
         self._multiple = int(np.lcm.reduce(layout.ratios))
         self._poison = _poison_bytes(cache) if poison else None
@@ -105,7 +116,7 @@ class PrefixPages:
         # A shorter suffix than the window needs encoder outputs of the prefix, which only replay gives (3.3).
         if with_snapshot and self.snapshots is not None and usable and len(ids) - usable >= self._window:
             self._settle_rings()
-            snapshot = self.snapshots.get(snapshot_key(page_ids, usable, self.size))
+            snapshot = self.snapshots.get(self._snapshot_key(page_ids, usable))
         if snapshot is None:
             usable = usable_hit(tokens, len(ids), window=self._window, **rules)
         on_device = min(usable, match.tokens)
@@ -192,9 +203,13 @@ class PrefixPages:
         tokens -= tokens % self._multiple
         if self.snapshots is None or not tokens:
             return
-        key = snapshot_key(sequence.page_ids, tokens, self.size)
+        key = self._snapshot_key(sequence.page_ids, tokens)
         # Read later, so that the device need not stop for it.
         self._rings.append((key, read_rings(cache, slot, self._encoder_layers)))
+
+    def _snapshot_key(self, page_ids: Sequence[PageId], tokens: int) -> tuple:
+        """Rings of another length, as an engine with drafts has them, are other snapshots."""
+        return (*snapshot_key(page_ids, tokens, self.size), self._ring_length, FORMAT_VERSION)
 
     def _settle_rings(self) -> None:
         rings, self._rings = self._rings, []
@@ -214,6 +229,7 @@ class PrefixPages:
         """Brings what was read off the device to its place."""
         if self.snapshots is not None:
             self._settle_rings()
+            self.snapshots.expire()
 
     def _save(self, cache: KVCache, sequence: SequencePages, pages: Sequence[PageId]) -> None:
         """Sends what the disk lacks of a row's first pages there."""
@@ -221,7 +237,8 @@ class PrefixPages:
             return
         numbers = {page.key: number for page, number in zip(pages, sequence.pages, strict=False)}
         for page in self.tiers.unsaved(pages):
-            self.tiers.save(page, tuple(np.asarray(a) for a in read_page(cache, numbers[page.key])))
+            if not self.tiers.save(page, tuple(np.asarray(a) for a in read_page(cache, numbers[page.key]))):
+                return  # the queue is full; what follows could not be stored without this page
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.size)
@@ -229,6 +246,10 @@ class PrefixPages:
     def _take(self, cache: KVCache, count: int) -> tuple[KVCache, list[int] | None]:
         """`count` pages, for which prefixes nobody uses are forgotten, least recently used first."""
         short = count - self.pool.num_free
+        counts = self.index.counts() if short > 0 else None
+        if counts is not None and counts.pages - counts.in_use < short:
+            # Not enough even so: forget nothing for a request that has to wait.
+            return cache, None
         if short > 0:
             gone = self.index.evict(short)
             self.evicted_pages += len(gone)

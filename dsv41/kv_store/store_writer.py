@@ -52,8 +52,9 @@ def _take_lock(directory: pathlib.Path) -> int:
     except OSError as e:
         os.close(file)
         raise DSV41Error(f"{path}: cannot lock the page store ({e.strerror or e})") from e
-    os.ftruncate(file, 0)
-    os.write(file, f"{os.getpid()}\n".encode())
+    with contextlib.suppress(OSError):  # who holds it is only for the message above; a disk may be full
+        os.ftruncate(file, 0)
+        os.write(file, f"{os.getpid()}\n".encode())
     return file
 
 

@@ -191,6 +191,13 @@ def test_dropped_snapshots_change_what_is_counted_only():
             row = row + list(turns[-1].token_ids) + ids(20, turn)
         results.append([(r.token_ids, cached(r), r.metrics.replayed_tokens) for r in turns])
     assert results[0] == results[1] == results[2]
+    # Kept, they spare the replay, and as much is reused.
+    made, row = engine(snapshots=SnapshotPool(1 << 24)), ids(120)
+    for turn in range(3):
+        result = serve(made, row)
+        assert cached(result) == results[0][turn][1]
+        assert result.metrics.window_hit == (turn > 0) and result.metrics.replayed_tokens == 0
+        row = row + list(result.token_ids) + ids(20, turn)
 
 
 def test_broken_pages_end_the_request_that_reads_them():
