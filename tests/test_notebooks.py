@@ -11,6 +11,10 @@ ROOT = pathlib.Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
+# The others compile more programs than a change should wait for.
+RUN_ALWAYS = "01_model_tour"
+
+
 @pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
 def path(request):
     return request.param
@@ -20,6 +24,11 @@ def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, marks=() if p.stem == RUN_ALWAYS else pytest.mark.slow) for p in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
 def test_runs(path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("MPLBACKEND", "agg")

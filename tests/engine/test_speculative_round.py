@@ -99,7 +99,7 @@ def forced(tokens: list[list[int]], state, counts: list[int], rng: np.random.Gen
     return jnp.asarray(np.stack(rows), jnp.int32)
 
 
-@pytest.mark.parametrize("rule", AcceptanceRule)
+@pytest.mark.parametrize("rule", [AcceptanceRule.BLOCK, pytest.param(AcceptanceRule.TOKEN, marks=pytest.mark.slow)])
 def test_every_acceptance_pattern_at_even_and_odd_lengths(rule):
     """Tokens and cache bytes are those of plain decoding after every round, whatever was rejected on the way."""
     tokens, snapshots = plain()

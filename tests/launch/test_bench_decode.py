@@ -38,6 +38,7 @@ def check(found, requests=5):
     assert found["preemptions"] == 0 and set(found["tiers"]) >= {"hbm"}
 
 
+@pytest.mark.slow
 def test_json_text_prompts_and_plot(capsys, tmp_path):
     plot = tmp_path / "times.png"
     found = report(capsys, *TINY, *STREAM, f"--text={ROOT / 'README.md'}", f"--plot={plot}")
@@ -48,12 +49,14 @@ def test_json_text_prompts_and_plot(capsys, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_random_weights(capsys):
     found = report(capsys, f"--config={ROOT / 'configs' / 'tiny.json'}", LONG, *STREAM, "--noreuse", "--rate=1000")
     check(found)
     assert found["hit_rate"] == 0 and found["prompts"] == "random ids"
 
 
+@pytest.mark.slow
 def test_text(capsys):
     assert start(*TINY, *STREAM) == 0
     out, err = capsys.readouterr()

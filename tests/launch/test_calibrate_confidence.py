@@ -27,6 +27,7 @@ def prompts(tmp_path):
     return f"--prompts={tmp_path / 'prompts.jsonl'}"
 
 
+@pytest.mark.slow
 def test_json_and_plot(capsys, tmp_path, prompts):
     out, plot = tmp_path / "temperatures.json", tmp_path / "curves.png"
     files = (prompts, f"--out={out}", f"--plot={plot}")

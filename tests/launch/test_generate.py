@@ -162,6 +162,7 @@ def test_speculation(capsys):
     assert "acceptance length" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_prefill_with_the_tail_only(capsys):
     """The same up to the window of 16 tokens; behind a longer prompt it need not be."""
     arguments = ("--max_new_tokens=5", "--stop_ids=", "--prefill=ced")

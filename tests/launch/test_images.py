@@ -54,6 +54,7 @@ def score_files(tmp_path, tokens) -> tuple[str, str]:
     return f"--tokens={tmp_path / 'tokens.safetensors'}", f"--out={tmp_path / 'out.safetensors'}"
 
 
+@pytest.mark.slow
 def test_score(capsys, photo, tmp_path):
     """Free run of the golden image row: mean 0.06 as in the golden README."""
     assert start(score, *MODEL, photo, *score_files(tmp_path, ROW), "--json") == 0

@@ -20,6 +20,7 @@ def start(*arguments):
     return run(profile_speculation.main, profile_speculation.FLAGS, ["launch/profile_speculation.py", *arguments])
 
 
+@pytest.mark.slow
 def test_json_and_plot(capsys, tmp_path):
     out, plot = tmp_path / "table.json", tmp_path / "curves.png"
     assert start(*MODEL, *QUICK, f"--out={out}", f"--plot={plot}", "--json") == 0
@@ -41,11 +42,11 @@ def test_json_and_plot(capsys, tmp_path):
 def test_text(capsys, monkeypatch, tmp_path, rates, flat):
     """A row for each point, and a hint if drafts cost nothing."""
     monkeypatch.setattr("dsv41.engine.profile_rounds._Rounds.__init__", lambda *_: None)
-    monkeypatch.setattr("dsv41.engine.profile_rounds._Rounds.rate", lambda self, width: rates[width - 1])
+    monkeypatch.setattr("dsv41.engine.profile_rounds._Rounds.rate", lambda self, width, _: rates[width - 1])
     assert start(*MODEL, *QUICK, "--requests=1,3", f"--out={tmp_path / 'table.json'}") == 0
     out, err = capsys.readouterr()
     numbers = [line.replace("│", " ").split() for line in out.splitlines() if line.startswith("│")]
-    assert [row[:2] for row in numbers] == [["1", "1"], ["1", "2"], ["4", "4"], ["4", "5"]]
+    assert [row[:2] for row in numbers] == [["1", "1"], ["1", "2"], ["4", "4"], ["4", "5"], ["4", "8"]]
     assert ("--verify=all" in out) == flat
     assert err.count("\n") == 1 and "table.json: 2 curves" in err
 

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from dsv41.models import batch_bucket, token_bucket
 from dsv41.models.model import compiled_forward
@@ -43,6 +44,7 @@ def _temporary_bytes(max_tokens: int, tokens: int) -> int:
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_case_a8_temporary_memory_does_not_depend_on_the_limit():
     """64 new tokens: scores for a limit of 1M would take 64 x 1M x 2 bytes = 128 MiB at once."""
     small, large = _temporary_bytes(1 << 13, 64), _temporary_bytes(1 << 20, 64)

@@ -101,6 +101,7 @@ def test_taps_are_the_mean_of_the_streams_entering_the_target_layers():
     np.testing.assert_array_equal(np.concatenate(means, axis=-1), g["prefill.main_hidden"])
 
 
+@pytest.mark.slow
 def test_forward_reports_the_taps():
     """From tokens they drift like the streams they are means of."""
     model, g = tiny_model(), expected("tiny_text")
