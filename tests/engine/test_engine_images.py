@@ -41,16 +41,22 @@ def serve(made, row, images, new: int = 4):
     return made.take(number)
 
 
+@pytest.fixture(scope="module", params=["full", "ced"])
+def mode(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def made():
-    return engine(model=seeing(), prefill="full")
+def made(mode):
+    return engine(model=seeing(), prefill=mode)
 
 
 @pytest.mark.slow
-def test_tokens_of_generate(made):
+def test_tokens_of_generate(made, mode):
     rows = [prompt(50, 60, pictures=2), prompt(3, 2, seed=4), ids(20), [5]]
     images = [[picture(0), picture(1)], [picture(2)], [], []]
-    wanted = generate(seeing(), rows, images=images, max_new_tokens=6, stop_ids=(), prefill_chunk=8)
+    options = {"max_new_tokens": 6, "stop_ids": (), "prefill_chunk": 16, "prefill": mode}
+    wanted = generate(seeing(), rows, images=images, **options)
     numbers = [made.add(r, max_new_tokens=6, stop_ids=(), images=i) for r, i in zip(rows, images, strict=True)]
     made.run()
     assert [made.take(n).token_ids for n in numbers] == [r.token_ids for r in wanted]
@@ -78,12 +84,12 @@ def test_a_hit_does_not_end_inside_a_picture(made):
 
 
 @pytest.mark.slow
-def test_replay_that_begins_inside_a_picture():
+def test_replay_that_begins_inside_a_picture(mode):
     row = prompt(20, 8, seed=30)
     longer = row + ids(15, 31)
     seen = []
     for spoil in (False, True):
-        made = engine(model=seeing(), prefill="full")
+        made = engine(model=seeing(), prefill=mode)
         serve(made, row, [picture(0)], new=1)
         if spoil:
             spoil_rings(made)
