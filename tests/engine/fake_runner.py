@@ -53,7 +53,10 @@ class FakeCache:
     """Page arrays uint8 [pages, records, 16 bytes] of (hash, token), windows and raw rows by slot."""
 
     def __init__(self, slots: int, max_tokens: int, num_pages: int, ring: int):
-        self.layout = SimpleNamespace(page_tokens=PAGE, ratios=_RATIOS, pages_per_logical=lambda ratio: 1)
+        window = SimpleNamespace(length=ring)
+        self.layout = SimpleNamespace(
+            page_tokens=PAGE, ratios=_RATIOS, window=window, pages_per_logical=lambda ratio: 1
+        )
         self.main = tuple(np.zeros((num_pages, PAGE // ratio, 16), np.uint8) for ratio in _RATIOS)
         self.window = [np.zeros((slots, ring), np.int64) for _ in range(2)]
         self.pending = np.zeros((slots, _PENDING), np.int64)

@@ -11,6 +11,9 @@ from dsv41.engine.calibration_rounds import check_calibration, full_rounds, reco
 from dsv41.ops.sampling import SamplingParams
 from tests.models_for_tests import small_model
 
+# Programs of its own; what a round does is tested in test_speculative_round.
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[0, 17, 42], [0, 5, 6, 7], [0, 9], [0, 1, 2, 3, 4]]
 
 

@@ -46,7 +46,9 @@ from tests.models_for_tests import small_model
 ROOT = cache_fingerprint(small_model().config, "small")
 PROMPT = ids(601)  # 601 + 12 tokens, of which 612 are in the cache at the end
 HIT = 612
-BOTH = pytest.mark.parametrize("speculation", [None, Speculation()], ids=["plain", "drafts"])
+# With drafts everything is compiled once more.
+DRAFTS = pytest.param(Speculation(), marks=pytest.mark.slow, id="drafts")
+BOTH = pytest.mark.parametrize("speculation", [pytest.param(None, id="plain"), DRAFTS])
 
 
 @pytest.fixture
@@ -134,6 +136,7 @@ def shared_engine():
     return engine()
 
 
+@pytest.mark.slow
 def test_case_c5_hits_do_not_depend_on_drafts():
     counts = []
     for speculation in (None, Speculation()):
@@ -361,7 +364,7 @@ def test_a_page_that_the_disk_refuses_costs_no_request(tmp_path):
         made = engine(tiers=PageTiers(PAGE, store=writer))
         results = [serve(made, PROMPT, new=3) for _ in range(2)]
         assert [cached(r) for r in results] == [0, 600]
-        assert writer.stats.orphans
+        assert len(calls) > 1
         writer.flush()
         assert not writer.unsaved(split_row(ROOT, PROMPT, PAGE)[:2])
 

@@ -320,7 +320,7 @@ def test_refusals(make, monkeypatch):
     ):
         with pytest.raises(DSV41Error, match=message):
             call()
-    with pytest.raises(DSV41Error, match="tiers need the checkpoint's identity"):
+    with pytest.raises(DSV41Error, match="need the checkpoint's identity"):
         type(engine)(engine._model, EngineOptions(), tiers=PageTiers(PAGE, host=HostPages(1 << 20)))
     with pytest.raises(DSV41Error, match="num_pages: expected 1 or more, got 0"):
         EngineOptions(num_pages=0)

@@ -12,6 +12,9 @@ from dsv41.engine.profile_rounds import ProfilePlan, probes
 from dsv41.engine.speculative_step import verify_widths
 from tests.models_for_tests import small_model
 
+# Programs of its own; what a round does is tested in test_speculative_round.
+pytestmark = pytest.mark.slow
+
 SMALL = ProfilePlan(requests=(1,), context=7, draft_tokens=1, steps=2, min_seconds=0, prefill_chunk=4)
 
 

@@ -18,6 +18,9 @@ from dsv41.ops.sampling import SamplingParams
 from dsv41.ops.verification import AcceptanceRule
 from tests.models_for_tests import small_model
 
+# Programs of its own; what a round does is tested in test_speculative_round.
+pytestmark = pytest.mark.slow
+
 # The shapes of test_generate.
 PROMPTS = [[0], [0, 5, 9, 100, 101, 102, 33], [0, *range(40, 47)], [0, *range(200, 232)]]
 WARM = SamplingParams(temperature=1.0, top_p=0.95, top_k=40, seed=7)

@@ -81,6 +81,7 @@ def test_a_second_run_goes_on_from_disk(capsys, tmp_path):
     assert tiers["ssd"]["prompt_tokens"] >= cached(again)["ssd"]
 
 
+@pytest.mark.slow
 def test_text(capsys, monkeypatch):
     """Answers alone on stdout; figures and the table on stderr. Turns are lines, blank ones are passed over."""
     (first, second), _ = report(capsys)
@@ -103,6 +104,7 @@ def test_speculation(capsys):
     assert drafted[0]["token_ids"] == plain[0]["token_ids"] and 1 <= drafted[0]["acceptance_length"] <= 6
 
 
+@pytest.mark.slow
 def test_a_conversation_that_grows_too_long(capsys, monkeypatch):
     """The last answer is cut to what fits, the turn after it is refused; the figures so far were printed."""
     line = "dog " * 10

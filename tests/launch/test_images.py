@@ -63,6 +63,7 @@ def test_score(capsys, photo, tmp_path):
     assert error.mean() < 0.06 and error.max() < 1
 
 
+@pytest.mark.slow
 def test_generated_tokens_are_the_best_by_score(capsys, photo, tmp_path):
     """In chunks that cut the span, against one pass over prompt and answer."""
     prompt = [*ROW[0, :7], *ROW[0, 16:]]
