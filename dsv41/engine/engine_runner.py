@@ -15,23 +15,17 @@ from dsv41.engine.engine_options import CED, EngineOptions
 from dsv41.engine.engine_request import EngineRequest
 from dsv41.engine.engine_step import compiled_plain_round, compiled_prefill_chunk, compiled_set_row
 from dsv41.engine.plain_batch import GREEDY
-from dsv41.engine.speculation import Speculation
+from dsv41.engine.round_plan import IN_FLIGHT, RoundPlan
 from dsv41.engine.speculative_step import (
     RequestState,
     RoundInputs,
     RoundOutput,
-    VerifySchedule,
     compiled_round,
     request_state,
-    verify_widths,
 )
 from dsv41.engine.step_batch import idle_batch, step_batch
 from dsv41.models import Model, token_bucket
 from dsv41.ops.sampling import SamplingParams, sampling_arrays
-from dsv41.ops.verify_schedule import BudgetHistory
-
-# Rounds in flight: the host reads a round's tokens while the device runs the next one.
-_IN_FLIGHT = 2
 
 
 @dataclasses.dataclass(eq=False)
@@ -40,7 +34,7 @@ class _Flight:
 
     output: RoundOutput
     requests: list[tuple[int, EngineRequest]]
-    stamp: np.ndarray
+    stamp: np.ndarray | None
 
 
 class EngineRunner:
@@ -50,11 +44,12 @@ class EngineRunner:
         text = model.config.text_config
         self._model, self._options = model, options
         self.rows = options.max_requests
-        speculation = options.speculation
-        self._speculation = speculation if speculation is not None and speculation.drafts(model.config) else None
-        self._drafts = self._speculation.drafts(model.config) if self._speculation else 0
+        self._plan = RoundPlan(model.config, options.speculation, self.rows)
         self.cache = model.init_cache(
-            self.rows, options.max_tokens, num_pages=options.num_pages or self._all_pages(), draft_tokens=self._drafts
+            self.rows,
+            options.max_tokens,
+            num_pages=options.num_pages or self._all_pages(),
+            draft_tokens=self._plan.drafts,
         )
         self._window = text.sliding_window
         # The last step of a prompt must have room for the tail that goes through the decoder.
@@ -65,13 +60,6 @@ class EngineRunner:
         self._stop = np.full((self.rows, options.stop_ids), -1, np.int32)
         self._inputs: RoundInputs | None = None
         self._flying: collections.deque[_Flight] = collections.deque()
-        self._rates = None
-        table = self._speculation.throughput if self._speculation else None
-        if table is not None:
-            self._rates = table.dense(self.rows)
-        self._history = BudgetHistory(self.rows, text.dspark_block_size, lag=_IN_FLIGHT - 1) if self._drafts else None
-        budget = self._drafts and self._speculation.schedule is VerifySchedule.BUDGET
-        self._widths = verify_widths(self._drafts) if budget else (self._drafts + 1,)
 
     def _all_pages(self) -> int:
         layout = CacheLayout.from_config(self._model.config.text_config)
@@ -84,7 +72,7 @@ class EngineRunner:
     @property
     def tokens_ahead(self) -> int:
         """Tokens behind those known that a round may write."""
-        return self._drafts + 1
+        return self._plan.drafts + 1
 
     def reach(self, request: EngineRequest) -> int:
         """Tokens that the cache may hold of a request after the round that is to be started."""
@@ -101,8 +89,7 @@ class EngineRunner:
 
     def begin(self, request: EngineRequest) -> None:
         """The request is decoded from the next round on; all its tokens but the last are in the cache."""
-        if self._history is not None:
-            self._history.begin(request.row)
+        self._plan.begin(request.row)
         new = request_state([request.ids], [request.remaining], 1, self._look_back)
         # Rounds of a request never repeat their number, also after it was set back: their noise must be fresh.
         new.round[0] = request.new_tokens - 1
@@ -110,8 +97,7 @@ class EngineRunner:
 
     def stop(self, row: int) -> None:
         """The row is not decoded any more."""
-        if self._history is not None:
-            self._history.release(row)
+        self._plan.release(row)
         self._set_row(row, request_state([], [], 1, self._look_back))
 
     def _set_row(self, row: int, new: RequestState) -> None:
@@ -119,16 +105,8 @@ class EngineRunner:
 
     def _round_inputs(self) -> RoundInputs:
         if self._inputs is None:
-            block = self._model.config.text_config.dspark_block_size
-            temperatures = self._speculation.temperatures if self._speculation else None
-            greedy = self._drafts and self._speculation.schedule is VerifySchedule.GREEDY
-            self._inputs = RoundInputs(
-                sampling=jax.tree.map(jnp.asarray, sampling_arrays(self._sampling)),
-                stop_ids=jnp.asarray(self._stop),
-                temperatures=jnp.asarray(temperatures.values if temperatures else [1.0] * block, jnp.float32),
-                budget=jnp.int32(0),
-                steps_per_second=jnp.asarray(self._rates, jnp.float32) if greedy else None,
-            )
+            sampling = jax.tree.map(jnp.asarray, sampling_arrays(self._sampling))
+            self._inputs = self._plan.inputs(sampling, jnp.asarray(self._stop))
         return self._inputs
 
     # Prompts
@@ -174,7 +152,7 @@ class EngineRunner:
         m = self._model
         ids, self.cache = compiled_prefill_chunk()(
             m.params,
-            m.drafter if self._drafts else None,
+            m.drafter if self._plan.drafts else None,
             jax.tree.map(jnp.asarray, batch),
             self.cache,
             jax.tree.map(jnp.asarray, sampling_arrays(params)),
@@ -188,36 +166,23 @@ class EngineRunner:
 
     def may_start(self, live: Sequence[EngineRequest]) -> bool:
         """Whether another round is worth starting: one in flight may already give a request its last token."""
-        return len(self._flying) < _IN_FLIGHT and any(r.remaining > len(self._flying) for r in live)
+        return len(self._flying) < IN_FLIGHT and any(r.remaining > len(self._flying) for r in live)
 
     def start_round(self, live: Sequence[EngineRequest]) -> None:
         """Starts a round of the requests that are decoded."""
-        inputs, width = self._round_inputs(), self._widths[-1]
-        stamp = np.zeros(0)
-        if self._history is not None:
-            if self._speculation.schedule is VerifySchedule.BUDGET:
-                inputs, width = self._budget(live, inputs)
-            stamp = self._history.stamp()
+        remaining = {r.row: r.remaining for r in live}
+        inputs, width, stamp = self._plan.next_round(self._round_inputs(), remaining, len(self._flying))
         output = self._run_round(width, inputs)
         self._flying.append(_Flight(output, [(r.row, r) for r in live], stamp))
 
-    def _budget(self, live: Sequence[EngineRequest], inputs: RoundInputs) -> tuple[RoundInputs, int]:
-        # A round in flight gives a request at least one token, which cannot be drafted any more.
-        caps = np.zeros(self.rows, np.int32)
-        for r in live:
-            caps[r.row] = max(min(r.remaining - len(self._flying) - 1, self._drafts), 0)
-        budget = self._history.budget(caps, self._rates[self.rows - len(live) :])
-        width = next(w for w in self._widths if w > min(budget, self._drafts))
-        return dataclasses.replace(inputs, budget=jnp.int32(budget)), width
-
     def _run_round(self, width: int, inputs: RoundInputs) -> RoundOutput:
         m = self._model
-        if not self._drafts:
+        if not self._plan.drafts:
             self._state, self.cache, output = compiled_plain_round()(
                 m.params, self._state, self.cache, inputs, m.step_lookup, config=m.config
             )
             return output
-        how: Speculation = self._speculation
+        how = self._options.speculation
         self._state, self.cache, output = compiled_round()(
             m.params, m.drafter, self._state, self.cache, inputs, m.step_lookup,
             config=m.config, rule=how.rule, schedule=how.schedule, width=width,
@@ -230,8 +195,7 @@ class EngineRunner:
             return []
         flight = self._flying.popleft()
         output = jax.device_get(flight.output)
-        if self._history is not None:
-            self._history.record(output.survival, flight.stamp)
+        self._plan.record(output.survival, flight.stamp)
         return [
             (
                 request,
@@ -254,5 +218,5 @@ class EngineRunner:
                 self._forward(batch, [GREEDY] * rows, [0] * rows, ends)
         for row in range(self.rows):
             self.stop(row)
-        for width in self._widths:
+        for width in self._plan.widths:
             jax.block_until_ready(self._run_round(width, self._round_inputs()))

@@ -21,6 +21,7 @@ import numpy as np
 
 from dsv41.config import DSV41Error, ModelConfig
 from dsv41.engine.generate import PREFILL_CHUNK
+from dsv41.engine.round_plan import IN_FLIGHT
 from dsv41.engine.speculation import Speculation, check_drafter
 from dsv41.engine.speculative_step import (
     RequestState,
@@ -40,8 +41,6 @@ from dsv41.ops.verification import AcceptanceRule
 
 _LONGEST_DEFAULT_CONTEXT = 4096
 _WARM_UP = 3
-# As many as a run has, so that the host's part of a round is hidden or shows just as it does there.
-_IN_FLIGHT = 2
 # Makes every confidence one half: no draft is left out for being unlikely.
 _LEVEL = 1e30
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
@@ -173,7 +172,8 @@ class _Rounds:
             output = jax.device_get(self._run(width))
         if output.verified.sum() != drafts:
             raise DSV41Error(f"profile: a round of width {width} left drafts out; do the model's outputs hold NaN?")
-        flying = collections.deque(self._run(width) for _ in range(_IN_FLIGHT))
+        # As many as a run has, so that the host's part of a round is hidden or shows just as it does there.
+        flying = collections.deque(self._run(width) for _ in range(IN_FLIGHT))
         jax.device_get(flying.popleft())
         ends = [time.perf_counter()]
         while len(ends) <= self._plan.steps or ends[-1] - ends[0] < self._plan.min_seconds:

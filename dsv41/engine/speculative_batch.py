@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -12,22 +11,17 @@ import numpy as np
 from dsv41.cache import ForwardBatch, KVCache
 from dsv41.engine.plain_batch import PlainBatch
 from dsv41.engine.request import Request
+from dsv41.engine.round_plan import IN_FLIGHT, RoundPlan
 from dsv41.engine.speculation import Speculation, SpeculationRecord
 from dsv41.engine.speculative_step import (
     RoundInputs,
     RoundOutput,
-    VerifySchedule,
     compiled_prefill,
     compiled_round,
     request_state,
-    verify_widths,
 )
 from dsv41.models import Model
 from dsv41.ops.sampling import SamplingParams
-from dsv41.ops.verify_schedule import BudgetHistory
-
-# Rounds in flight: the host reads a round's tokens while the device runs the next one.
-_IN_FLIGHT = 2
 
 
 class SpeculativeBatch(PlainBatch):
@@ -47,30 +41,16 @@ class SpeculativeBatch(PlainBatch):
     ):
         super().__init__(model, requests, sampling, chunk, cache, tail=tail)
         text = model.config.text_config
-        self._speculation, self._drafts = speculation, speculation.drafts(model.config)
+        self._speculation = speculation
         self._look_back = text.engram_max_ngram_size - 1 if text.engram_layer_ids else 0
-        block = text.dspark_block_size
-        temperatures = speculation.temperatures
-        table = speculation.throughput
-        self._rates = None if table is None else table.dense(self._rows)
-        greedy = speculation.schedule is VerifySchedule.GREEDY
-        self._inputs = RoundInputs(
-            sampling=self._params,
-            stop_ids=jnp.asarray(sorted(stop_ids) or [-1], jnp.int32),
-            temperatures=jnp.ones(block) if temperatures is None else jnp.asarray(temperatures.values, jnp.float32),
-            budget=jnp.int32(0),
-            steps_per_second=jnp.asarray(self._rates, jnp.float32) if greedy else None,
-        )
-        budget = speculation.schedule is VerifySchedule.BUDGET
-        self._widths = verify_widths(self._drafts) if budget else (self._drafts + 1,)
-        # What is on record when a round is launched is older than the one in flight: two rounds old.
-        self._history = BudgetHistory(self._rows, block, lag=_IN_FLIGHT - 1)
+        self._plan = RoundPlan(model.config, speculation, self._rows)
+        self._inputs = self._plan.inputs(self._params, jnp.asarray(sorted(stop_ids) or [-1], jnp.int32))
         for row in range(len(requests)):
-            self._history.begin(row)
+            self._plan.begin(row)
         self._state = None
-        self._flying: collections.deque[tuple[RoundOutput, np.ndarray]] = collections.deque()
+        self._flying: collections.deque[tuple[RoundOutput, np.ndarray | None]] = collections.deque()
         self._rounds: list[list[tuple]] = [[] for _ in requests]
-        self._block = block
+        self._block = text.dspark_block_size
 
     def shapes(self):
         return (self._prefill_shape,)
@@ -78,7 +58,7 @@ class SpeculativeBatch(PlainBatch):
     def warm_up(self) -> None:
         super().warm_up()
         idle = request_state([], [], self._rows, self._look_back)
-        for width in self._widths:
+        for width in self._plan.widths:
             if self._is_new("round", width, self._speculation.rule, self._speculation.schedule):
                 _, output = self._run_round(jax.tree.map(jnp.asarray, idle), width, self._inputs)
                 jax.block_until_ready(output)
@@ -108,29 +88,21 @@ class SpeculativeBatch(PlainBatch):
             remaining = [r.remaining for r in self._requests]
             state = request_state(known, remaining, self._rows, self._look_back)
             self._state = jax.tree.map(jnp.asarray, state)
-        while len(self._flying) < _IN_FLIGHT and any(r.remaining > len(self._flying) for r in live.values()):
+        while len(self._flying) < IN_FLIGHT and any(r.remaining > len(self._flying) for r in live.values()):
             self._start_round(live)
         output, stamp = self._flying.popleft()
         return self._finish_round(jax.device_get(output), stamp)
 
     def _start_round(self, live: dict[int, Request]) -> None:
-        inputs, width = self._inputs, self._widths[-1]
         for row in set(range(len(self._requests))) - set(live):
-            self._history.release(row)
-        if self._speculation.schedule is VerifySchedule.BUDGET:
-            # A round in flight gives a request at least one token, which cannot be drafted any more.
-            caps = np.zeros(self._rows, np.int32)
-            for i, r in live.items():
-                caps[i] = max(min(r.remaining - len(self._flying) - 1, self._drafts), 0)
-            # The step is as large as the batch, however few of its rows are in use.
-            budget = self._history.budget(caps, self._rates[self._rows - len(live) :])
-            inputs = dataclasses.replace(inputs, budget=jnp.int32(budget))
-            width = next(w for w in self._widths if w > min(budget, self._drafts))
+            self._plan.release(row)
+        remaining = {i: r.remaining for i, r in live.items()}
+        inputs, width, stamp = self._plan.next_round(self._inputs, remaining, len(self._flying))
         self._state, output = self._run_round(self._state, width, inputs)
-        self._flying.append((output, self._history.stamp()))
+        self._flying.append((output, stamp))
 
-    def _finish_round(self, output: RoundOutput, stamp: np.ndarray) -> list[tuple[int, int]]:
-        self._history.record(output.survival, stamp)
+    def _finish_round(self, output: RoundOutput, stamp: np.ndarray | None) -> list[tuple[int, int]]:
+        self._plan.record(output.survival, stamp)
         tokens = []
         for i, request in self.live().items():
             count = int(output.count[i])

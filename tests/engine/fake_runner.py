@@ -14,6 +14,7 @@ from dsv41.config import ModelConfig
 from dsv41.engine import engine, prefix_pages
 from dsv41.engine.engine_options import CED, EngineOptions
 from dsv41.engine.engine_runner import EngineRunner
+from dsv41.engine.round_plan import RoundPlan
 from dsv41.engine.speculative_step import RoundOutput, request_state
 from dsv41.models import Model, token_bucket
 from dsv41.ops.sampling import NO_TOKEN
@@ -120,15 +121,14 @@ class FakeRunner(EngineRunner):
     def __init__(self, model: Model, options: EngineOptions):
         self._model, self._options = model, options
         self.rows, self._window = options.max_requests, model.config.text_config.sliding_window
-        self._speculation = options.speculation
-        self._drafts = self._speculation.drafts(model.config) if self._speculation else 0
+        self._plan = RoundPlan(model.config, options.speculation, self.rows)
         pages = options.num_pages or self.rows * -(-options.max_tokens // PAGE)
-        self.cache = FakeCache(self.rows, options.max_tokens, pages, self._window + self._drafts)
+        self.cache = FakeCache(self.rows, options.max_tokens, pages, self._window + self._plan.drafts)
         self.chunk = token_bucket(max(options.prefill_chunk, self._window))
-        self._look_back, self._history = 0, None
+        self._look_back = 0
         self._state = request_state([], [], self.rows, 0)
         self._sampling, self._stop = [None] * self.rows, np.full((self.rows, options.stop_ids), -1, np.int32)
-        self._flying, self._widths = engine.collections.deque(), (self._drafts + 1,)
+        self._flying = engine.collections.deque()
         self.computed = 0  # rows forwarded
 
     def warm_up(self) -> None:
@@ -196,7 +196,7 @@ class FakeRunner(EngineRunner):
         for row in np.flatnonzero(state.remaining):
             remaining, start = int(state.remaining[row]), int(state.start[row])
             drawn, whole = [], self._row(row, state.anchor[row : row + 1], start)
-            verified[row] = min(self._drafts, remaining - 1)
+            verified[row] = min(self._plan.drafts, remaining - 1)
             accepted[row] = 0 if whole is None else whole % int(verified[row] + 1)
             for step in range(accepted[row] + 1):
                 drawn.append(NO_TOKEN if whole is None else next_token(whole, self._sampling[row].seed))
