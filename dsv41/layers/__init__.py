@@ -7,7 +7,18 @@ A module's attribute path is the tensor's name in the checkpoint. Modules are bu
 from dsv41.layers.attention import Attention
 from dsv41.layers.block import Block, DraftBlock
 from dsv41.layers.engram import Engram
-from dsv41.layers.linear import Linear, RMSNorm, abstract
+from dsv41.layers.linear import Linear, RMSNorm, abstract, parameters_of, with_parameters
 from dsv41.layers.moe import MoE
 
-__all__ = ["Attention", "Block", "DraftBlock", "Engram", "Linear", "MoE", "RMSNorm", "abstract"]
+__all__ = [
+    "Attention",
+    "Block",
+    "DraftBlock",
+    "Engram",
+    "Linear",
+    "MoE",
+    "RMSNorm",
+    "abstract",
+    "parameters_of",
+    "with_parameters",
+]

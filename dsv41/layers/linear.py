@@ -1,5 +1,7 @@
 """Stored weights and norms."""
 
+from typing import Any, TypeVar
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -7,10 +9,24 @@ from flax import nnx
 from dsv41.ops.linear import QuantizedArray, WeightFormat, linear
 from dsv41.ops.norms import rms_norm
 
+_Module = TypeVar("_Module", bound=nnx.Module)
+
 
 def abstract(*shape: int, dtype=jnp.bfloat16) -> nnx.Param:
     """A parameter without memory."""
     return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))
+
+
+def parameters_of(module: nnx.Module) -> dict[str, Any]:
+    """The parameters of an abstract module as nested dicts of `jax.ShapeDtypeStruct`."""
+    return nnx.to_pure_dict(nnx.split(module)[1])
+
+
+def with_parameters(module: _Module, params: dict[str, Any]) -> _Module:
+    """The module with `params` (nested dicts of arrays) in place; cheap enough to do inside every trace."""
+    graphdef, state = nnx.split(module)
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(graphdef, state)
 
 
 def _ceil32(n: int) -> int:

@@ -11,7 +11,7 @@ from flax import nnx
 
 from dsv41.cache import AttentionState, ForwardBatch, KVCache, take_rows
 from dsv41.config import ModelConfig, layer_schedule
-from dsv41.layers import Block, RMSNorm, abstract
+from dsv41.layers import Block, RMSNorm, abstract, parameters_of, with_parameters
 from dsv41.ops.linear import WeightFormat
 from pallas_kernels.fixed_order import contract
 from pallas_kernels.hyper_connection import ops as mhc
@@ -110,14 +110,12 @@ def open_streams(x: jax.Array, num_streams: int) -> tuple[jax.Array, jax.Array]:
 
 def abstract_params(config: ModelConfig) -> Params:
     """The backbone's parameters as nested dicts of `jax.ShapeDtypeStruct`."""
-    return nnx.to_pure_dict(nnx.split(Backbone(config))[1])
+    return parameters_of(Backbone(config))
 
 
 def bind(config: ModelConfig, params: Params) -> Backbone:
     """The backbone with `params` (nested dicts of arrays) in place; cheap enough to do inside every trace."""
-    graphdef, state = nnx.split(Backbone(config))
-    nnx.replace_by_pure_dict(state, params)
-    return nnx.merge(graphdef, state)
+    return with_parameters(Backbone(config), params)
 
 
 def forward(

@@ -11,7 +11,7 @@ from flax import nnx
 
 from dsv41.cache import ForwardBatch, KVCache, read_window, write_window
 from dsv41.config import ModelConfig
-from dsv41.layers import DraftBlock, Linear, RMSNorm, abstract
+from dsv41.layers import DraftBlock, Linear, RMSNorm, abstract, parameters_of, with_parameters
 from dsv41.models.backbone import Params, open_streams
 from dsv41.ops.linear import WeightFormat
 from pallas_kernels.fixed_order import contract
@@ -150,14 +150,12 @@ def greedy(_: int, logits: jax.Array) -> jax.Array:
 
 def abstract_drafter_params(config: ModelConfig) -> Params:
     """The drafter's parameters as nested dicts of `jax.ShapeDtypeStruct`."""
-    return nnx.to_pure_dict(nnx.split(Drafter(config))[1])
+    return parameters_of(Drafter(config))
 
 
 def bind_drafter(config: ModelConfig, params: Params) -> Drafter:
     """The drafter with `params` in place."""
-    graphdef, state = nnx.split(Drafter(config))
-    nnx.replace_by_pure_dict(state, params)
-    return nnx.merge(graphdef, state)
+    return with_parameters(Drafter(config), params)
 
 
 def draft(

@@ -14,7 +14,7 @@ from flax import nnx
 
 from dsv41.config import DSV41Error, ModelConfig, VisionConfig
 from dsv41.images import ImagePlan, PreparedImage, SpanType, place_spans, span_types
-from dsv41.layers import RMSNorm, abstract
+from dsv41.layers import RMSNorm, abstract, parameters_of, with_parameters
 from dsv41.layers.vision import NORM_EPS, Affine, Projector, VisionBlock
 from dsv41.ops.vision import KEY_BLOCK, rope_2d
 from pallas_kernels.fixed_order import compiler_options
@@ -63,14 +63,12 @@ class Vision(nnx.Module):
 
 def abstract_vision_params(config: ModelConfig) -> Params:
     """The vision parameters as nested dicts of `jax.ShapeDtypeStruct`; `config.vision_config` must not be None."""
-    return nnx.to_pure_dict(nnx.split(Vision(config))[1])
+    return parameters_of(Vision(config))
 
 
 def bind_vision(config: ModelConfig, params: Params) -> Vision:
     """The modules with `params` (nested dicts of arrays) in place."""
-    graphdef, state = nnx.split(Vision(config))
-    nnx.replace_by_pure_dict(state, params)
-    return nnx.merge(graphdef, state)
+    return with_parameters(Vision(config), params)
 
 
 def encode_patches(
