@@ -1,7 +1,7 @@
 """The serving engine: continuous batching over the slots of one cache, with prefix reuse and tiers behind it.
 
 A step admits waiting requests, forwards one chunk of prompts, and runs a decoding round of all requests whose prompts
-are in. Shapes are few and fixed, so that everything is compiled before the first request.
+are in. Shapes are few and fixed, so that every step is compiled before the first request.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Engine:
         """The new tokens of a request as they come; steps the engine, and so the other requests, when it has none."""
         request, sent = self._request(request_id), 0
         while True:
-            tokens = request.token_ids[sent:]
+            tokens = request.ids[request.prompt_tokens + sent :].tolist()
             yield from tokens
             sent += len(tokens)
             if request.status is Status.DONE and sent == request.new_tokens:

@@ -10,9 +10,16 @@ import jax.numpy as jnp
 
 from dsv41.cache import ForwardBatch, KVCache
 from dsv41.config import ModelConfig
-from dsv41.engine.speculative_step import RequestState, RoundInputs, RoundOutput, advance, verify_batch
+from dsv41.engine.speculative_step import (
+    RequestState,
+    RoundInputs,
+    RoundOutput,
+    advance,
+    remember_prompt,
+    verify_batch,
+)
 from dsv41.engram_store import StepLookup
-from dsv41.models import Params, bind_drafter, forward
+from dsv41.models import Params, forward
 from dsv41.ops.sampling import SamplingArrays, sample, step_keys
 from dsv41.ops.verification import emitted_tokens
 from pallas_kernels.fixed_order import compiler_options
@@ -41,13 +48,12 @@ def prefill_chunk(
     Returns:
       int32 [B] ids, of meaning only for rows whose prompt ends with this chunk; None if `tail` is 0. The cache.
     """
-    capture = ("taps",) if drafter is not None and tail != 0 else ()
-    logits, cache, aux = forward(params, batch, cache, config=config, capture=capture, tail=tail)
-    if tail == 0:
+    if drafter is None:
+        logits, cache, _ = forward(params, batch, cache, config=config, tail=tail)
+    else:
+        logits, cache = remember_prompt(params, drafter, batch, cache, config=config, tail=tail)
+    if logits is None:
         return None, cache
-    if drafter is not None:
-        seen = batch if tail is None else batch.tail_batch(tail)
-        cache = bind_drafter(config, drafter).remember(aux["main_hidden"], seen, cache)
     return sample(logits[:, 0], step_keys(sampling.seed, drawn), sampling), cache
 
 

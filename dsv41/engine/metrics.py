@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from dsv41.ops.verification import acceptance_length
+
 
 @dataclasses.dataclass
 class RequestMetrics:
@@ -40,7 +42,7 @@ class RequestMetrics:
     @property
     def acceptance_length(self) -> float | None:
         """Accepted drafts a round, and one; None without rounds."""
-        return 1 + self.accepted / self.rounds if self.rounds else None
+        return acceptance_length(self.accepted, self.rounds) if self.rounds else None
 
 
 @dataclasses.dataclass
@@ -73,4 +75,4 @@ class EngineMetrics:
     @property
     def acceptance_length(self) -> float | None:
         """Accepted drafts a round and request, and one; None without rounds."""
-        return 1 + self.accepted / self.request_rounds if self.request_rounds else None
+        return acceptance_length(self.accepted, self.request_rounds) if self.request_rounds else None

@@ -132,10 +132,8 @@ class PrefixPages:
     ) -> tuple[KVCache, SequencePages | None]:
         """Pages for a sequence of `tokens` tokens in a slot that goes on from a hit; None if the pool has too few."""
         full, inside = divmod(hit.tokens, self.size)
-        shared = list(hit.match.full[:full])
-        source = None
-        if inside and hit.tokens <= hit.match.tokens:
-            source = hit.match.full[full] if full < len(hit.match.full) else hit.match.tail
+        on_device = hit.tokens <= hit.match.tokens
+        shared, source = hit.match.cut(hit.tokens, self.size) if on_device else (hit.match.full, None)
         held = shared if source is None else [*shared, source]
         self.pool.share(held)
         if self.tiers is not None:
@@ -246,11 +244,11 @@ class PrefixPages:
     def _take(self, cache: KVCache, count: int) -> tuple[KVCache, list[int] | None]:
         """`count` pages, for which prefixes nobody uses are forgotten, least recently used first."""
         short = count - self.pool.num_free
-        counts = self.index.counts() if short > 0 else None
-        if counts is not None and counts.pages - counts.in_use < short:
-            # Not enough even so: forget nothing for a request that has to wait.
-            return cache, None
         if short > 0:
+            counts = self.index.counts()
+            if counts.pages - counts.in_use < short:
+                # Not enough even so: forget nothing for a request that has to wait.
+                return cache, None
             gone = self.index.evict(short)
             self.evicted_pages += len(gone)
             for page, number in gone:

@@ -22,7 +22,7 @@ from dsv41.config import ModelConfig
 from dsv41.engram_store import StepLookup
 from dsv41.models import Draft, Params, bind_drafter, draft, forward
 from dsv41.ops import verification
-from dsv41.ops.sampling import SamplingArrays, draw, filtered_logprobs, round_keys
+from dsv41.ops.sampling import SamplingArrays, all_greedy, draw, filtered_logprobs, round_keys
 from dsv41.ops.verification import AcceptanceRule
 from dsv41.ops.verify_schedule import admit_top, admit_while_improving, survival
 from pallas_kernels.fixed_order import compiler_options
@@ -122,7 +122,7 @@ def _draw_block(
 ) -> tuple[Draft, jax.Array]:
     """The draft, and the log probabilities float32 [B, K, V] that its tokens were drawn with."""
     laws = []
-    certain = jnp.all(inputs.sampling.temperature == 0)
+    certain = all_greedy(inputs.sampling)
 
     def draw_one(k: int, logits: jax.Array) -> jax.Array:
         if inputs.forced_drafts is not None:
@@ -218,7 +218,7 @@ def speculative_round(
         uniforms = jax.vmap(lambda key: jax.random.uniform(key, (most,)))(keys)
         accepted = verification.accepted_count(bounds, uniforms, lengths, rule)
         law = verification.next_token_logits(laws, draft_laws, drafts, accepted, lengths, rule)
-        certain = jnp.all(inputs.sampling.temperature == 0)
+        certain = all_greedy(inputs.sampling)
         following = draw(law, round_keys(inputs.sampling.seed, state.round, _NEXT), certain)
         tokens, count, stopped = verification.emitted_tokens(
             drafts, accepted, following, inputs.stop_ids, state.remaining

@@ -93,6 +93,11 @@ def sampling_arrays(params: Sequence[SamplingParams]) -> SamplingArrays:
     )
 
 
+def all_greedy(params: SamplingArrays) -> jax.Array:
+    """bool []: every row takes its best token, so that no noise is needed."""
+    return jnp.all(params.temperature < _GREEDY_BELOW)
+
+
 def step_keys(seed: jax.Array, step: jax.Array) -> jax.Array:
     """Random keys [B] from uint32 seeds [B] and int32 steps [B] (the index of the token to draw in its request)."""
 
@@ -268,4 +273,4 @@ def sample(logits: jax.Array, keys: jax.Array, params: SamplingArrays) -> jax.Ar
     """
     with jax.named_scope("sample"):
         filtered = filter_logits(logits, params.temperature, params.top_k, params.top_p)
-        return draw(filtered, keys, certain=jnp.all(params.temperature < _GREEDY_BELOW))
+        return draw(filtered, keys, certain=all_greedy(params))
