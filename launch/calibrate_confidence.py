@@ -37,6 +37,7 @@ from launch.cli import new_flags, run
 from launch.load_model import ModelFlags, progress_bar
 from launch.plots import PlotFlag
 from launch.prompts import PromptFlags
+from launch.sampling import SamplingFlags
 
 FLAGS = new_flags()
 _MODEL = ModelFlags(FLAGS)
@@ -45,14 +46,7 @@ _MAX_NEW_TOKENS = flags.DEFINE_integer(
     "max_new_tokens", 256, "Tokens to generate at most for each prompt.", flag_values=FLAGS
 )
 _BATCH = flags.DEFINE_integer("batch", 8, "Prompts that run together.", flag_values=FLAGS)
-_TEMPERATURE = flags.DEFINE_float(
-    "temperature", SamplingParams.temperature, "Divides the logits while tokens are drawn.", flag_values=FLAGS
-)
-_TOP_P = flags.DEFINE_float(
-    "top_p", SamplingParams.top_p, "Draw from the best tokens that hold this share of the mass.", flag_values=FLAGS
-)
-_TOP_K = flags.DEFINE_integer("top_k", 0, "Draw from that many best tokens; 0: from all.", flag_values=FLAGS)
-_SEED = flags.DEFINE_integer("seed", 0, "Of the first prompt; each has one more.", flag_values=FLAGS)
+_SAMPLING = SamplingFlags(FLAGS, "Of the first prompt; each has one more.", temperature=SamplingParams.temperature)
 _ACCEPTANCE = flags.DEFINE_enum_class(
     "acceptance", AcceptanceRule.BLOCK, AcceptanceRule, "How drafts are accepted.", flag_values=FLAGS
 )
@@ -102,7 +96,7 @@ def main() -> None:
     check_target(_OUT.value)
     _PLOT.check(_OUT.value)
     config = _MODEL.config()
-    sampling = SamplingParams(temperature=_TEMPERATURE.value, top_p=_TOP_P.value, top_k=_TOP_K.value, seed=_SEED.value)
+    sampling = _SAMPLING.read()
     if _PREFILL_CHUNK.value < 1:
         raise DSV41Error(f"prefill_chunk: expected 1 or more, got {_PREFILL_CHUNK.value}")
     prompts = _PROMPTS.read(_MODEL, config)

@@ -9,10 +9,12 @@ from dsv41.ops.sampling import SamplingParams
 class SamplingFlags:
     """--temperature, --top_p, --top_k and --seed of a script."""
 
-    def __init__(self, values: flags.FlagValues, seed: str = "Same seed, same draws."):
-        """Defines the flags in `values`; `seed` is the help of --seed."""
+    def __init__(self, values: flags.FlagValues, seed: str = "Same seed, same draws.", *, temperature: float = 0.0):
+        """Defines the flags in `values`; `seed` is the help of --seed, `temperature` the default of --temperature."""
         self._values = values
-        flags.DEFINE_float("temperature", 0.0, "Divides the logits; 0 always takes the best token.", flag_values=values)
+        flags.DEFINE_float(
+            "temperature", temperature, "Divides the logits; 0 always takes the best token.", flag_values=values
+        )
         flags.DEFINE_float(
             "top_p",
             SamplingParams.top_p,
