@@ -192,3 +192,20 @@ def test_replay_in_chunks(sizes):
     np.testing.assert_array_equal(cut_logits, logits)
     for actual, wanted in zip(cut_rows, rows, strict=True):
         same_rows(actual, wanted)
+
+
+def test_replay_sees_its_first_row_for_one_window():
+    """An independent look at the truncation: which rows of the next layer a change of the replay's first token moves.
+
+    Layer 0 carries it as far as its window reaches, query i to keys from max(first, i - 15) on, and no further.
+    """
+    model, first = tiny_model(), AT - WINDOW
+    seen = []
+    for token in (ROWS[0][first], 300):
+        _, cache = prefill([r[:AT] for r in ROWS], model.init_cache(2, 256))
+        cache = dataclasses.replace(cache, window=tuple(jnp.full_like(x, 0xFF) for x in cache.window))
+        rows = [[*r[:first], token, *r[first + 1 : AT + 1]] for r in ROWS]
+        _, cache = prefill(rows, cache, at=first, window_floor=first, write_from=AT)
+        seen.append(committed_rows(cache, [AT + 1] * 2)[0]["window.1"][0])
+    moved = (seen[0] != seen[1]).any(axis=-1)  # positions first + 1 to first + 16
+    assert moved[:-1].all() and not moved[-1]
