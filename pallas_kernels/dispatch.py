@@ -1,0 +1,60 @@
+"""Which implementation of an op runs.
+
+| name | means |
+|---|---|
+| None, "auto" | the backend's kernel where it takes the shapes, else "xla"; said once in the log |
+| "xla" | the plain-jnp reference, compiled by XLA |
+| "pallas" | the backend's kernel; an error where there is none or it does not take the shapes |
+| "gpu", "tpu" | that kernel, whatever the backend (to lower or compile for another machine) |
+| "tpu_interpret" | the TPU kernel's arithmetic on any backend, slowly (tests) |
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+
+import jax
+
+IMPLEMENTATIONS = ("auto", "xla", "pallas", "gpu", "tpu", "tpu_interpret")
+
+_log = logging.getLogger(__name__)
+
+
+def choose(op: str, implementation: str | None, problems: Mapping[str, Callable[[], str | None]]) -> str:
+    """The implementation to run: "xla", "gpu", "tpu" or "tpu_interpret".
+
+    Args:
+      op: its name, for messages.
+      implementation: what was asked for, see above.
+      problems: for "gpu" and "tpu", if there is such a kernel, what keeps it from running these shapes (None: nothing).
+
+    Raises:
+      ValueError: the name is unknown, or a kernel that was asked for cannot run; the message says why.
+    """
+    if implementation is None:
+        implementation = "auto"
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"{op}: unknown implementation {implementation!r}, expected one of {IMPLEMENTATIONS}")
+    if implementation == "xla":
+        return "xla"
+    backend = {"gpu": "gpu", "cuda": "gpu", "tpu": "tpu"}.get(jax.default_backend(), "cpu")
+    named = implementation not in ("auto", "pallas")
+    kernel = implementation.removesuffix("_interpret") if named else backend
+    problem = problems[kernel]() if kernel in problems else f"there is no kernel for the {kernel} backend"
+    if problem is None:
+        chosen = implementation if named else kernel
+    elif implementation == "auto":
+        chosen = "xla"
+    else:
+        raise ValueError(f"{op}: implementation {implementation!r} cannot run: {problem}")
+    _say(op, chosen, problem)
+    return chosen
+
+
+@functools.cache
+def _say(op: str, chosen: str, problem: str | None) -> None:
+    """One line for every choice, however often an op is traced."""
+    if problem is None:
+        _log.info("%s: %s kernel", op, chosen)
+    else:
+        _log.info("%s: plain XLA (%s)", op, problem)
