@@ -1,0 +1,93 @@
+"""Top-k of whole rows: every implementation against the stable answer of numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pallas_kernels.topk import ops, ref
+from pallas_kernels.topk.arg_specs import SPECS
+from tests.pallas_kernels import topk_cases as cases
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("case", cases.CASES)
+def test_ref_is_stable(case, dtype, monkeypatch):
+    monkeypatch.setattr(ref, "SORTED_WIDTH", 64)
+    scores = cases.make(case, 0, 4, 1003, dtype)
+    ids = np.asarray(ref.topk(jnp.asarray(scores), 7))
+    np.testing.assert_array_equal(ids, cases.expected(scores, 7, None))
+    cases.check(ids, scores, 7, None)
+
+
+@pytest.mark.parametrize("lengths", ["random", "short", "full"])
+@pytest.mark.parametrize(
+    "rows,width,k", [(5, 1, 1), (5, 1, 4), (6, 7, 9), (4, 1001, 512), (3, 4099, 8), (2, 70001, 33)]
+)
+def test_ref_lengths(rows, width, k, lengths):
+    scores = cases.make("few_values", 1, rows, width, jnp.float32)
+    lengths = cases.make_lengths(lengths, 1, rows, width)
+    ids = ops.topk(jnp.asarray(scores), k, lengths=jnp.asarray(lengths), implementation="xla")
+    np.testing.assert_array_equal(ids, cases.expected(scores, k, lengths))
+
+
+@given(
+    st.lists(st.sampled_from([-np.inf, np.nan, -1.0, -0.0, 0.0, 1.0, 2.0]), min_size=1, max_size=200),
+    st.integers(1, 6),
+    st.integers(0, 220),
+)
+def test_ref_equals_sorting_the_whole_row(values, k, length):
+    scores = np.array([values, values[::-1]], np.float32)
+    lengths = np.array([length, len(values)], np.int32)
+    width, ref.SORTED_WIDTH = ref.SORTED_WIDTH, 4
+    try:
+        # rows padded to one width and run eagerly: nothing is compiled anew for an example
+        padded = np.pad(scores, ((0, 0), (0, 200 - len(values))), constant_values=-np.inf)
+        ids = ref.topk(jnp.asarray(padded), k, lengths=jnp.asarray(lengths))
+    finally:
+        ref.SORTED_WIDTH = width
+    np.testing.assert_array_equal(ids, cases.expected(padded, k, lengths))
+
+
+def test_ref_equals_lax_top_k_at_every_tie():
+    scores = cases.make("few_values", 2, 3, 40000, jnp.float32)
+    np.testing.assert_array_equal(ref.topk(jnp.asarray(scores), 512), jax.lax.top_k(jnp.asarray(scores), 512)[1])
+
+
+@pytest.mark.parametrize("rows,width", [(0, 5), (3, 0), (0, 0)])
+def test_nothing_to_choose_from(rows, width):
+    ids = ops.topk(jnp.zeros((rows, width)), 4)
+    np.testing.assert_array_equal(ids, np.full((rows, 4), -1))
+    assert ids.dtype == jnp.int32
+
+
+def test_bad_arguments():
+    scores = jnp.zeros((2, 8))
+    with pytest.raises(ValueError, match=r"\[rows, S\]"):
+        ops.topk(scores[0], 4)
+    with pytest.raises(ValueError, match="at least 1"):
+        ops.topk(scores, 0)
+    with pytest.raises(TypeError, match="float32 or bfloat16"):
+        ops.topk(scores.astype(jnp.int32), 4)
+    with pytest.raises(ValueError, match="lengths must be"):
+        ops.topk(scores, 4, lengths=jnp.zeros(3, jnp.int32))
+    with pytest.raises(TypeError, match="int32"):
+        ops.topk(scores, 4, lengths=jnp.zeros(2, jnp.float32))
+    with pytest.raises(ValueError, match="unknown implementation"):
+        ops.topk(scores, 4, implementation="fast")
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS if "ci" in s.tags], ids=lambda s: s.name)
+def test_arg_specs(spec):
+    arrays = spec.make(jax.random.key(0))
+    ids = spec.bind("xla")(arrays)
+    scores, lengths = (np.asarray(arrays[n]) if n in arrays else None for n in ("scores", "lengths"))
+    cases.check(ids, scores, spec.static["k"], lengths)
+
+
+def test_arg_spec_names_are_unique():
+    assert len({s.name for s in SPECS}) == len(SPECS)
+    for spec in SPECS:
+        assert spec.abstract()["scores"].ndim == 2
