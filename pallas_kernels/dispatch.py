@@ -1,8 +1,13 @@
 """Which implementation of an op runs.
 
+Ops take `implementation=`; None is what the context says, "auto" unless changed:
+
+    with kernels("xla"):
+        logits, cache, aux = model.forward(batch, cache)
+
 | name | means |
 |---|---|
-| None, "auto" | the backend's kernel where it takes the shapes, else "xla"; said once in the log |
+| "auto" | the backend's kernel where it takes the shapes, else "xla"; said once in the log |
 | "xla" | the plain-jnp reference, compiled by XLA |
 | "pallas" | the backend's kernel; an error where there is none or it does not take the shapes |
 | "gpu", "tpu" | that kernel, whatever the backend (to lower or compile for another machine) |
@@ -16,6 +21,10 @@ from collections.abc import Callable, Mapping
 import jax
 
 IMPLEMENTATIONS = ("auto", "xla", "pallas", "gpu", "tpu", "tpu_interpret")
+
+# Part of the key of compiled functions: a step traced under one value is not found under another. `set_global` changes
+# the value for the process.
+kernels = jax.make_user_context(default_value="auto")
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +41,7 @@ def choose(op: str, implementation: str | None, problems: Mapping[str, Callable[
       ValueError: the name is unknown, or a kernel that was asked for cannot run; the message says why.
     """
     if implementation is None:
-        implementation = "auto"
+        implementation = kernels.value
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"{op}: unknown implementation {implementation!r}, expected one of {IMPLEMENTATIONS}")
     if implementation == "xla":

@@ -1,0 +1,40 @@
+"""The kernels' benchmark as a command; on a CPU it times plain XLA."""
+
+import json
+
+import pytest
+
+from launch import bench_kernels
+from launch.cli import run
+
+
+def _run(*argv: str) -> int:
+    return run(bench_kernels.main, bench_kernels.FLAGS, ["bench_kernels", *argv])
+
+
+def test_table_and_json(tmp_path, capsys):
+    target = tmp_path / "kernels.json"
+    assert _run("--op=topk", "--tag=ci", "--spec=tiny", "--calls=2", f"--json={target}") == 0
+    out = capsys.readouterr().out
+    result = json.loads(target.read_text())
+    command = result["command"].split()
+    assert command[:3] == ["python", "-m", "launch.bench_kernels"]
+    assert set(command[3:]) == {"--op=topk", "--tag=ci", "--spec=tiny", "--calls=2", f"--json={target}"}
+    assert result["rows"]
+    for row in result["rows"]:
+        assert row["spec"] in out
+        assert row["time"]["us"] > 0 and row["bytes"] > 0 and row["limit_us"] > 0
+        assert row["share_of_limit"] == pytest.approx(row["limit_us"] / row["time"]["us"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--spec=nothing"], "--spec='nothing': no shape of"),
+        (["--op=softmax"], "softmax"),
+        (["--json=/nowhere/x.json"], "no such directory /nowhere"),
+    ],
+)
+def test_bad_input(argv, message, capsys):
+    assert _run(*argv) == 2
+    assert message in capsys.readouterr().err
