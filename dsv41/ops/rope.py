@@ -7,11 +7,12 @@ cosine and sine of exactly that angle.
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dsv41.config import LayerSpec, RopeScaling, TextConfig
-from pallas_kernels.rounding import round_to_bf16
+from pallas_kernels.rope import apply_rope
+
+__all__ = ["apply_rope", "layer_frequencies", "rope_frequencies", "rope_table", "table_of"]
 
 
 def rope_frequencies(rope_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
@@ -53,25 +54,3 @@ def layer_frequencies(config: TextConfig, *, compressed: bool) -> np.ndarray:
 def table_of(spec: LayerSpec, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
     """The table a layer rotates with, of (sliding, compressed)."""
     return tables[1] if spec.is_compressed else tables[0]
-
-
-def apply_rope(x: jax.Array, table: jax.Array, *, inverse: bool = False) -> jax.Array:
-    """Rotates the last `2 * table.shape[-1]` channels, pairs (2i, 2i+1) as complex numbers; the rest passes through.
-
-    Args:
-      x: bfloat16 [..., C].
-      table: float32 [..., 2, r], broadcastable over the leading axes of x.
-      inverse: rotate backwards.
-
-    Returns:
-      bfloat16 [..., C]; float32 arithmetic, one rounding.
-    """
-    r = table.shape[-1]
-    plain, rotated = x[..., : x.shape[-1] - 2 * r], x[..., x.shape[-1] - 2 * r :]
-    pairs = rotated.astype(jnp.float32).reshape(*rotated.shape[:-1], r, 2)
-    real, imag = pairs[..., 0], pairs[..., 1]
-    cos, sin = table[..., 0, :], table[..., 1, :]
-    if inverse:
-        sin = -sin
-    out = jnp.stack([real * cos - imag * sin, real * sin + imag * cos], axis=-1)
-    return jnp.concatenate([plain, round_to_bf16(out.reshape(rotated.shape))], axis=-1)

@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import formats
+from pallas_kernels.norms import rms_norm
+from pallas_kernels.page_layout import PAGE_ENTRIES, IndexPageLayout, MainPageLayout, WindowLayout, drop_index
+from pallas_kernels.rope import apply_rope
 from pallas_kernels.rounding import round_to_bf16
 
 FP8_GROUP = 32
@@ -96,3 +99,61 @@ def dequantize_weight_fp8(values: jax.Array, scales: jax.Array) -> jax.Array:
 def dequantize_weight_fp4(packed: jax.Array, scales: jax.Array) -> jax.Array:
     """Bytes [..., out, in/2] in adjacent order, E8M0 uint8 [..., out, in/32] -> bfloat16 [..., out, in]."""
     return dequantize_mxfp4(packed, scales)
+
+
+def _in_range(outer: jax.Array, inner: jax.Array, num_outer: int, num_inner: int) -> jax.Array:
+    """Slots or pages, those that do not exist or whose inner index does not exist replaced by one that is dropped."""
+    return drop_index(outer, (outer >= 0) & (inner >= 0) & (inner < num_inner), num_outer)
+
+
+def write_window(
+    x: jax.Array,
+    gain: jax.Array,
+    rope: jax.Array,
+    rings: jax.Array,
+    slot: jax.Array,
+    index: jax.Array,
+    *,
+    eps: float,
+    layout: WindowLayout,
+) -> jax.Array:
+    """The rings with the rows of `x` after RMSNorm, RoPE and FP8 quantisation.
+
+    x bfloat16 [B, T, H]; gain bfloat16 [H]; rope float32 [B, T, 2, r]; rings uint8, see `WindowLayout`; slot, index
+    int32 [B, T]. Rows whose slot or index is out of range are dropped.
+    """
+    codes, scales = quantize_fp8(apply_rope(rms_norm(x, gain, eps), rope))
+    slot = _in_range(slot, index, rings.shape[0], layout.length)
+    return layout.write(rings, slot, index, formats.e4m3_to_byte(codes), scales)
+
+
+def write_main(
+    latent: jax.Array, rope: jax.Array, pool: jax.Array, page: jax.Array, entry: jax.Array, *, layout: MainPageLayout
+) -> jax.Array:
+    """The pool with the rows of `latent` after RoPE and FP4 quantisation.
+
+    latent bfloat16 [B, G, H], already normed; rope float32 [B, G, 2, r]; pool uint8, see `MainPageLayout`; page, entry
+    int32 [B, G]. Rows whose page or entry is out of range are dropped.
+    """
+    page = _in_range(page, entry, pool.shape[0], PAGE_ENTRIES)
+    return layout.write(pool, page, entry, *quantize_kv_fp4(apply_rope(latent, rope)))
+
+
+def write_index(
+    key: jax.Array,
+    gain: jax.Array,
+    rope: jax.Array,
+    pool: jax.Array,
+    page: jax.Array,
+    entry: jax.Array,
+    *,
+    eps: float,
+    layout: IndexPageLayout,
+) -> jax.Array:
+    """The pool with the rows of `key` after RMSNorm, RoPE and MXFP4 quantisation.
+
+    key bfloat16 [B, G, C]; gain bfloat16 [C]; rope float32 [B, G, 2, r]; pool uint8, see `IndexPageLayout`; page, entry
+    int32 [B, G]. Rows whose page or entry is out of range are dropped.
+    """
+    page = _in_range(page, entry, pool.shape[0], PAGE_ENTRIES)
+    return layout.write(pool, page, entry, *quantize_mxfp4(apply_rope(rms_norm(key, gain, eps), rope)))

@@ -1,6 +1,7 @@
 """Block formats against the golden primitives: every bit."""
 
 import fractions
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pallas_kernels import formats
+from pallas_kernels.norms import rms_norm
 from pallas_kernels.quantize import ops
+from pallas_kernels.rope import apply_rope
 from tests.golden import primitives
+from tests.pallas_kernels.quantize_cases import write_arguments
 
 
 def _same(actual, expected):
@@ -215,3 +219,45 @@ def test_case_n5_any_magnitude_is_finite(factor, quantise):
     y = np.asarray(dequantize(*quantize(jnp.asarray(x))), np.float32)
     assert np.isfinite(y).all()
     assert (y[0] == 0).all()
+
+
+WRITES = ["write_window", "write_main", "write_index"]
+
+
+@pytest.mark.parametrize(("width", "rope_dim"), [(64, 16), (128, 32), (512, 64)])
+@pytest.mark.parametrize("op", WRITES)
+def test_write_is_norm_rope_quantise_and_store(op, width, rope_dim):
+    arrays, static = write_arguments(op, width, rope_dim, 3, 7, outer=5, seed=width)
+    x, rope, pool, first, second = (np.asarray(a) for name, a in arrays.items() if name != "gain")
+    layout = static["layout"]
+    written = np.asarray(jax.jit(functools.partial(getattr(ops, op), **static))(**arrays))
+
+    def rotated():
+        normed = x if op == "write_main" else rms_norm(jnp.asarray(x), arrays["gain"], static["eps"])
+        return apply_rope(jnp.asarray(normed), rope)
+
+    quantize = {"write_window": ops.quantize_fp8, "write_main": ops.quantize_kv_fp4, "write_index": ops.quantize_mxfp4}
+    codes, scales = (np.asarray(a).view(np.uint8) for a in jax.jit(lambda: quantize[op](rotated()))())
+    keep = (first >= 0) & (first < len(pool)) & (second >= 0)
+    keep &= second < (layout.length if op == "write_window" else 128)
+    assert 0 < keep.sum() < keep.size
+    expected = layout.write(jnp.asarray(pool), first[keep], second[keep], codes[keep], scales[keep])
+    np.testing.assert_array_equal(written, expected)
+
+
+@pytest.mark.parametrize("op", WRITES)
+def test_write_of_no_rows_returns_the_pool(op):
+    arrays, static = write_arguments(op, 64, 16, 2, 0, outer=3)
+    written = getattr(ops, op)(**{k: jnp.asarray(v) for k, v in arrays.items()}, **static)
+    np.testing.assert_array_equal(written, arrays["rings" if op == "write_window" else "pool"])
+
+
+@pytest.mark.parametrize("name", ["x", "gain", "rope", "rings", "slot", "index"])
+def test_write_says_what_does_not_fit(name):
+    arrays, static = write_arguments("write_window", 64, 16, 2, 3, outer=3)
+    arrays = {k: jnp.asarray(v) for k, v in arrays.items()}
+    part = arrays[name][1:] if name == "rope" else arrays[name][..., 1:]
+    with pytest.raises(ValueError, match="write_window"):
+        ops.write_window(**{**arrays, name: part}, **static)
+    with pytest.raises((TypeError, ValueError), match="write_window"):
+        ops.write_window(**{**arrays, name: arrays[name].astype(jnp.float16)}, **static)
