@@ -207,3 +207,17 @@ class WindowLayout:
             values.reshape(*slot.shape, self.length, self.head_dim),
             scales.reshape(*slot.shape, self.length, self.scale_bytes),
         )
+
+    def gather(self, rings: jax.Array, slot: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Reads rows. slot, index int32 [...] in range -> values uint8 [..., C], scales uint8 [..., C/32]."""
+        first_scale = self.value_rows * ROW_BYTES // self.scale_bytes
+        values = rings.reshape(rings.shape[0], -1, self.head_dim)[slot, index]
+        return values, rings.reshape(rings.shape[0], -1, self.scale_bytes)[slot, first_scale + index]
+
+    def pack(self, values: jax.Array, scales: jax.Array) -> jax.Array:
+        """Whole rings: values uint8 [slots, length, C], scales uint8 [slots, length, C/32] -> [slots, rows, 4, 128]."""
+        parts = []
+        for part, rows in ((values, self.value_rows), (scales, self.slot_rows - self.value_rows)):
+            flat = part.reshape(part.shape[0], -1)
+            parts.append(jnp.pad(flat, ((0, 0), (0, rows * ROW_BYTES - flat.shape[1]))))
+        return jnp.concatenate(parts, axis=1).reshape(self.shape(values.shape[0]))

@@ -3,6 +3,10 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import formats
+from pallas_kernels.page_layout import PAGE_ENTRIES, MainPageLayout, WindowLayout
+from pallas_kernels.quantize import ref as quantize
+from pallas_kernels.rope import apply_rope
 from pallas_kernels.rounding import round_to_bf16
 
 BLOCK = 64
@@ -58,3 +62,31 @@ def attend(q: jax.Array, kv: jax.Array, valid: jax.Array, sink: jax.Array, scale
     some = valid.any(axis=(-3, -1)).reshape(*lead, 1, 1)
     denominator = denominator + jnp.exp(sink[:, None] - jnp.where(some, maximum, sink[:, None]))
     return round_to_bf16(jnp.where(some, acc / denominator, 0.0))
+
+
+def sparse_attention(
+    q: jax.Array,
+    window: jax.Array,
+    slot: jax.Array,
+    window_index: jax.Array,
+    pool: jax.Array | None,
+    selected: jax.Array | None,
+    sink: jax.Array,
+    rope: jax.Array | None,
+    *,
+    scale: float,
+    window_layout: WindowLayout,
+) -> jax.Array:
+    """`attend` over window entries, then selected entries, read from the packed caches; arguments as in `ops`."""
+    rows = jnp.where(window_index >= 0, slot[:, None, None], 0)
+    values, scales = window_layout.gather(window, rows, jnp.maximum(window_index, 0))
+    kv = quantize.dequantize_fp8(formats.byte_to_e4m3(values), scales)
+    valid = window_index >= 0
+    if selected is not None:
+        layout = MainPageLayout(q.shape[-1])
+        entry = jnp.maximum(selected, 0)
+        packed = layout.gather(pool, entry // PAGE_ENTRIES, entry % PAGE_ENTRIES)
+        kv = jnp.concatenate([kv, quantize.dequantize_kv_fp4(*packed)], axis=-2)
+        valid = jnp.concatenate([valid, selected >= 0], axis=-1)
+    out = attend(q, kv, valid, sink, scale)
+    return out if rope is None else apply_rope(out, rope[:, :, None], inverse=True)

@@ -1,12 +1,18 @@
-"""Sparse attention against the golden primitives."""
+"""Sparse attention: the reference against the golden primitives and float64, the kernels against the reference."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
+from pallas_kernels import formats
+from pallas_kernels.page_layout import PAGE_ENTRIES, ROW_BYTES, MainPageLayout, WindowLayout
 from pallas_kernels.sparse_attention import ops
 from tests.golden import primitives
+from tests.pallas_kernels import sparse_attention_cases
 
 
 @pytest.mark.parametrize("case", ["small", "twoblock", "dup"])
@@ -64,3 +70,90 @@ def test_case_n5_any_magnitude_is_finite(factor):
     q = jnp.asarray(rng.normal(size=(2, 4, 32)) * factor, jnp.bfloat16)
     o = ops.attend(q, jnp.asarray(kv, jnp.bfloat16), jnp.ones((2, 40), bool), jnp.zeros(4), 32**-0.5)
     assert np.isfinite(np.asarray(o, np.float32)).all()
+
+
+def _pool_rows(pool: np.ndarray, width: int) -> np.ndarray:
+    """float64 [entries, H]; NaN where a scale is NaN."""
+    layout = MainPageLayout(width)
+    linear = pool.reshape(pool.shape[0], -1)
+    split = layout.value_rows * ROW_BYTES
+    values = linear[:, : PAGE_ENTRIES * layout.value_bytes].reshape(-1, layout.value_bytes)
+    scales = linear[:, split : split + PAGE_ENTRIES * layout.scale_bytes].reshape(-1, layout.scale_bytes)
+    codes = np.concatenate([values & 0xF, values >> 4], axis=1)
+    magnitudes = formats.E2M1_MAGNITUDES[codes & 7] * np.where(codes & 8, -1.0, 1.0)
+    return magnitudes * np.repeat(scales.view(ml_dtypes.float8_e4m3fn).astype(np.float64), 16, axis=1)
+
+
+def _ring_rows(rings: np.ndarray, layout: WindowLayout) -> np.ndarray:
+    """float64 [slots, length, H]."""
+    linear = rings.reshape(rings.shape[0], -1)
+    split = layout.value_rows * ROW_BYTES
+    values = linear[:, : layout.length * layout.head_dim].reshape(-1, layout.length, layout.head_dim)
+    scales = linear[:, split : split + layout.length * layout.scale_bytes].reshape(*values.shape[:2], -1)
+    return values.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * np.repeat(2.0 ** (scales - 127.0), 32, axis=2)
+
+
+def _dense(args: dict) -> np.ndarray:
+    """The op in float64, without blocks, written apart from the packed layouts' own code."""
+    q = np.asarray(args["q"], np.float64)
+    b, t, _, h = q.shape
+    out = np.zeros(q.shape)
+    rings = _ring_rows(np.asarray(args["window"]), args["window_layout"])
+    pool = None if args["pool"] is None else _pool_rows(np.asarray(args["pool"]), h)
+    for i, j in np.ndindex(b, t):
+        index = np.asarray(args["window_index"])[i, j]
+        kv = rings[np.asarray(args["slot"])[i], index[index >= 0]]
+        if pool is not None:
+            entry = np.asarray(args["selected"])[i, j]
+            kv = np.concatenate([kv, pool[entry[entry >= 0]]])
+        if not len(kv):
+            continue
+        logits = q[i, j] @ kv.T * args["scale"]
+        maximum = logits.max(-1, keepdims=True)
+        p = np.exp(logits - maximum)
+        p /= p.sum(-1, keepdims=True) + np.exp(np.asarray(args["sink"], np.float64)[:, None] - maximum)
+        out[i, j] = p @ kv
+    if args["rope"] is not None:
+        r = args["rope"].shape[-1]
+        cos, sin = np.moveaxis(np.asarray(args["rope"], np.float64), 2, 0)
+        turn = (cos - 1j * sin)[:, :, None]
+        pairs = (out[..., h - 2 * r :: 2] + 1j * out[..., h - 2 * r + 1 :: 2]) * turn
+        out[..., h - 2 * r :: 2], out[..., h - 2 * r + 1 :: 2] = pairs.real, pairs.imag
+    return out
+
+
+def _run(args: dict, implementation: str) -> np.ndarray:
+    static = {k: args[k] for k in ("scale", "window_layout")}
+    fn = jax.jit(functools.partial(ops.sparse_attention, **static, implementation=implementation))
+    return np.asarray(fn(**{k: args[k] for k in sparse_attention_cases.ARRAYS}), np.float64)
+
+
+def _assert_near(actual: np.ndarray, expected: np.ndarray):
+    """Rounded probabilities and two rounded outputs: 2^-7 of a query's largest value, and less in the mean."""
+    assert actual.shape == expected.shape and np.isfinite(actual).all()
+    if actual.size:
+        size = np.abs(expected).max(axis=(-1, -2), keepdims=True) + 1e-30
+        error = (actual - expected) / size
+        assert np.abs(error).max() < 2**-7
+        assert np.sqrt((error**2).mean()) < 2**-9
+
+
+@pytest.mark.parametrize("case", sparse_attention_cases.CASES)
+def test_packed_against_float64(case):
+    args = sparse_attention_cases.make(case, seed=sum(case.encode()))
+    _assert_near(_run(args, "xla"), _dense(args))
+
+
+@pytest.mark.parametrize("change", ["width", "dtype", "pair", "rank"])
+def test_arguments_that_do_not_fit_are_refused(change):
+    args = sparse_attention_cases.make("tiny", seed=0)
+    if change == "width":
+        args["q"] = args["q"][..., :32]
+    elif change == "dtype":
+        args["selected"] = args["selected"].astype(jnp.int16)
+    elif change == "pair":
+        args["pool"] = None
+    else:
+        args["window_index"] = args["window_index"][0]
+    with pytest.raises(ValueError, match="sparse_attention"):
+        ops.sparse_attention(**args)
