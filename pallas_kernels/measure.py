@@ -42,10 +42,9 @@ def device_time(fn: Callable[..., Any], arg_sets: Sequence[tuple], *, calls: int
     for args in arg_sets:
         jax.block_until_ready(fn(*args))
     rounds = -(-calls // len(arg_sets))
-    with tempfile.TemporaryDirectory() as directory:
-        with jax.profiler.trace(directory):
-            _rounds(fn, arg_sets, rounds)
-        durations = _kernel_durations(directory)
+    durations = collections.defaultdict(list)
+    for event in trace_kernels(lambda: _rounds(fn, arg_sets, rounds), 1):
+        durations[event.name].append(event.us)
     walls = [_rounds(fn, arg_sets, rounds) for _ in range(3)]
     wall = statistics.median(walls)
     if not durations:
@@ -67,21 +66,40 @@ def _rounds(fn, arg_sets, rounds: int) -> float:
     return (time.perf_counter() - start) / (rounds * len(arg_sets)) * 1e6
 
 
-def _kernel_durations(directory: str) -> dict[str, list[float]]:
-    """Microseconds of every kernel on the streams of a GPU, by name."""
-    durations = collections.defaultdict(list)
+@dataclasses.dataclass(frozen=True)
+class KernelEvent:
+    """One launch of a kernel: its name, the HLO instruction and scope it belongs to ("" if not told), microseconds."""
+
+    name: str
+    hlo_op: str
+    scope: str
+    us: float
+
+
+def trace_kernels(run: Callable[[], Any], times: int) -> list[KernelEvent]:
+    """What `run`, called so many times, launched on a GPU's streams; it must wait for its own results."""
+    with tempfile.TemporaryDirectory() as directory:
+        with jax.profiler.trace(directory):
+            for _ in range(times):
+                run()
+        return _events(directory)
+
+
+def _events(directory: str) -> list[KernelEvent]:
+    events = []
     for path in glob.glob(os.path.join(directory, "**", "*.json.gz"), recursive=True):
         with gzip.open(path) as file:
-            events = json.load(file)["traceEvents"]
+            trace = json.load(file)["traceEvents"]
         devices = {
-            e["pid"] for e in events if e.get("name") == "process_name" and "/device:GPU" in e["args"].get("name", "")
+            e["pid"] for e in trace if e.get("name") == "process_name" and "/device:GPU" in e["args"].get("name", "")
         }
         streams = {
             (e["pid"], e["tid"])
-            for e in events
+            for e in trace
             if e.get("name") == "thread_name" and "Stream" in e["args"].get("name", "")
         }
-        for e in events:
+        for e in trace:
             if e.get("pid") in devices and "dur" in e and (e["pid"], e["tid"]) in streams:
-                durations[e["name"]].append(e["dur"])
-    return durations
+                args = e.get("args", {})
+                events.append(KernelEvent(e["name"], args.get("hlo_op", ""), args.get("name", ""), e["dur"]))
+    return events
