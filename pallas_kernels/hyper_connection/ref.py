@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.fixed_order import contract, with_fixed_rows
+from pallas_kernels.norms import rms_norm
 from pallas_kernels.rounding import round_to_bf16
 
 
@@ -79,3 +80,25 @@ def update(streams: jax.Array, y: jax.Array, post: jax.Array, comb: jax.Array) -
     for i in range(1, x.shape[-2]):
         mixed = mixed + comb[..., i, :, None] * x[..., i, None, :]
     return round_to_bf16(post[..., None] * y.astype(jnp.float32)[..., None, :] + mixed)
+
+
+def residual_step(
+    streams: jax.Array,
+    y: jax.Array,
+    post: jax.Array,
+    comb: jax.Array,
+    pre: jax.Array,
+    fn: jax.Array,
+    scale: jax.Array,
+    base: jax.Array,
+    gain: jax.Array,
+    *,
+    iters: int,
+    norm_eps: float,
+    hc_eps: float,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """As `ops.residual_step`."""
+    new_streams = update(streams, y, post, comb)
+    x = rms_norm(collapse(new_streams, pre), gain, norm_eps)
+    coefficients = mix_coefficients(new_streams, fn, scale, base, iters=iters, norm_eps=norm_eps, hc_eps=hc_eps)
+    return new_streams, x, *coefficients

@@ -1,12 +1,15 @@
-"""The mHC step against the golden primitives and the published faults."""
+"""The mHC step: the reference against golden values and float64, and every kernel against the reference."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.hyper_connection import ops
+from pallas_kernels.hyper_connection import ops, ref
+from pallas_kernels.hyper_connection.arg_specs import SPECS
+from pallas_kernels.norms import rms_norm
 from tests.golden import primitives
+from tests.pallas_kernels import hyper_connection_cases as cases
 
 EPS = {"iters": 20, "hc_eps": 1e-6, "norm_eps": 1e-20}
 
@@ -86,3 +89,131 @@ def test_case_n5_any_magnitude(factor):
     for value in (pre, post, comb, u, new):
         assert np.isfinite(np.asarray(value, np.float32)).all()
     assert (np.asarray(u, np.float32)[0, 0] == 0).all()
+
+
+on_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="the compiled GPU kernel needs a CUDA device")
+KERNELS = [pytest.param("gpu", marks=on_gpu), "tpu_interpret"]
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+def test_step_is_its_parts(tokens):
+    args = cases.make("random", 3, tokens, 128)
+    new, x, *coefficients = jax.jit(lambda *a: ops.residual_step(*a, **cases.STATIC, implementation="xla"))(*args)
+    step_by_step = jax.jit(lambda *a: ref.update(*a))(*args[:4])
+    np.testing.assert_array_equal(new, step_by_step)
+    np.testing.assert_array_equal(x, jax.jit(lambda n: rms_norm(ref.collapse(n, args[4]), args[8], 1e-20))(new))
+    parts = jax.jit(lambda n: ref.mix_coefficients(n, *args[5:8], **cases.STATIC))(new)
+    for got, want in zip(coefficients, parts, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("case", cases.CASES)
+def test_ref_is_near_float64(case):
+    args = cases.make(case, 4, 5, 256)
+    out = ref.residual_step(*args, **cases.STATIC)
+    new, x, pre, post, comb = (np.asarray(o, np.float64) for o in out)
+    expected = cases.exact(args)
+    # rounding to bfloat16 is relative to the terms: cancelling sums keep their terms' rounding
+    size = np.abs(np.asarray(args[0], np.float64)).max(axis=(1, 2), keepdims=True)
+    np.testing.assert_allclose(new, expected[0], rtol=2**-8, atol=1e-6 * size.max())
+    if case != "cancelling":
+        np.testing.assert_allclose(x, expected[1], rtol=2**-6, atol=2**-4)
+    # the coefficients see streams that were rounded to bfloat16: 2^-9 each, averaged over 4 * 256 of them
+    scale = 100 if case == "saturated" else 1
+    for got, want in zip((pre, post, comb), expected[2:], strict=True):
+        np.testing.assert_allclose(got, want, atol=5e-3 * scale)
+
+
+def _loss(step, cotangents):
+    return lambda *args: sum(jnp.vdot(o.astype(jnp.float32), c) for o, c in zip(step(*args), cotangents, strict=True))
+
+
+def _cotangents(args, seed):
+    out = jax.eval_shape(lambda *a: ref.residual_step(*a, **cases.STATIC), *args)
+    keys = jax.random.split(jax.random.key(seed), len(out))
+    return [jax.random.normal(k, o.shape, jnp.float32) for k, o in zip(keys, out, strict=True)]
+
+
+def test_gradient_is_the_slope_of_the_exact_step():
+    """Against finite differences of the step in float64, along random directions of every array."""
+    args = cases.make("random", 5, 6, 128)
+    cotangents = _cotangents(args, 6)
+    grads = jax.jit(jax.grad(_loss(lambda *a: ops.residual_step(*a, **cases.STATIC), cotangents), range(9)))(*args)
+    rng = np.random.default_rng(7)
+    wide = [np.asarray(a, np.float64) for a in args]
+
+    def value(arrays):
+        return sum((o * np.asarray(c, np.float64)).sum() for o, c in zip(cases.exact(arrays), cotangents, strict=True))
+
+    for i, (name, grad) in enumerate(zip(cases.NAMES, grads, strict=True)):
+        assert grad.shape == args[i].shape and grad.dtype == args[i].dtype, name
+        # the gradient's own direction: its slope is far from zero, so that a relative tolerance means something
+        direction = np.asarray(grad, np.float64) + 0.3 * np.asarray(grad, np.float64).std() * rng.normal(
+            size=grad.shape
+        )
+        direction /= np.linalg.norm(direction)
+        step = 1e-5 * max(1.0, np.linalg.norm(wide[i]))
+        ends = [value([a + s * step * direction if j == i else a for j, a in enumerate(wide)]) for s in (1, -1)]
+        slope = (ends[0] - ends[1]) / (2 * step)
+        # the gradient is taken at bfloat16 streams and inputs, and passes through bfloat16 cotangents
+        np.testing.assert_allclose((np.asarray(grad, np.float64) * direction).sum(), slope, rtol=2e-2, err_msg=name)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_gradient_of_a_kernel_is_that_of_the_reference(kernel):
+    args = cases.make("random", 8, 5, 128)
+    cotangents = _cotangents(args, 9)
+
+    def gradient(implementation):
+        step = lambda *a: ops.residual_step(*a, **cases.STATIC, implementation=implementation)  # noqa: E731
+        return jax.jit(jax.grad(_loss(step, cotangents), range(9)))(*args)
+
+    for name, got, want in zip(cases.NAMES, gradient(kernel), gradient("xla"), strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32), err_msg=name)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("case", cases.CASES)
+def test_kernel_equals_ref_on_cases(kernel, case):
+    args = cases.make(case, 10, 9, 256)
+    cases.check(jax.jit(lambda *a: ops.residual_step(*a, **cases.STATIC, implementation=kernel))(*args), args)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("tokens,dim", [(0, 128), (1, 128), (15, 128), (16, 384), (17, 128), (33, 640)])
+def test_kernel_equals_ref_at_sizes(kernel, tokens, dim):
+    args = cases.make("random", 11, tokens, dim)
+    out = jax.jit(lambda *a: ops.residual_step(*a, **cases.STATIC, implementation=kernel))(*args)
+    if tokens:
+        cases.check(out, args)
+    else:
+        assert [o.shape for o in out] == [(0, 4, dim), (0, dim), (0, 4), (0, 4), (0, 4, 4)]
+
+
+@on_gpu
+@pytest.mark.parametrize("tokens", [1, 2, 8, 64, 65, 511, 512, 1000, 4096])
+def test_gpu_kernel_at_released_width(tokens):
+    args = cases.make("random", 12 + tokens, tokens, 5120)
+    cases.check(jax.jit(lambda *a: ops.residual_step(*a, **cases.STATIC, implementation="gpu"))(*args), args)
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS if "ci" in s.tags], ids=lambda s: s.name)
+def test_specs_run(spec):
+    arrays = spec.make(jax.random.key(0))
+    shapes = {name: (x.shape, x.dtype) for name, x in arrays.items()}
+    assert shapes == {name: (x.shape, x.dtype) for name, x in spec.abstract().items()}
+    assert all(np.isfinite(np.asarray(o, np.float32)).all() for o in spec.bind("xla")(arrays))
+
+
+def test_bad_arguments():
+    args = list(cases.make("random", 0, 2, 128))
+    with pytest.raises(ValueError, match=r"streams must be \[T, R, D\]"):
+        ops.residual_step(args[0][0], *args[1:], **cases.STATIC)
+    with pytest.raises(ValueError, match="fn must be"):
+        ops.residual_step(*args[:5], args[5][:, :-1], *args[6:], **cases.STATIC)
+    with pytest.raises(TypeError, match="y must be bfloat16"):
+        ops.residual_step(args[0], args[1].astype(jnp.float32), *args[2:], **cases.STATIC)
+    with pytest.raises(ValueError, match="iters"):
+        ops.residual_step(*args, **(cases.STATIC | {"iters": 0}))
+    with pytest.raises(ValueError, match="unknown implementation"):
+        ops.residual_step(*args, **cases.STATIC, implementation="fast")
