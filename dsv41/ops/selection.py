@@ -57,7 +57,7 @@ def select(
         best = topk.merge_topk(best, scores, entry)
         if pool_blocks:
             block = i * (tile // block_size) + jnp.arange(tile // block_size, dtype=jnp.int32)
-            maxima = indexer.block_maxima(scores, block_size)
+            maxima = indexer.run_maxima(scores, block_size)
             newest = (block == newest_block[..., None]) & (visible > 0)[..., None]
             blocks = topk.merge_topk(blocks, jnp.where(newest, jnp.inf, maxima), block)
         return best, blocks
@@ -65,10 +65,10 @@ def select(
     steps = -(-visible.max() // tile)
     init = topk.empty_topk(shape, top_k), topk.empty_topk(shape, pool_blocks)
     (_, selected), (_, candidates) = jax.lax.fori_loop(0, steps, body, init)
-    return selected, _ascending(candidates)
+    return selected, ascending(candidates)
 
 
-def _ascending(ids: jax.Array) -> jax.Array:
+def ascending(ids: jax.Array) -> jax.Array:
     """Sorts ids, unused (-1) ones last, so that scanning them meets lower positions first."""
     last = jnp.iinfo(jnp.int32).max
     ids = jnp.sort(jnp.where(ids < 0, last, ids), axis=-1)

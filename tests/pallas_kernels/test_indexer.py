@@ -1,15 +1,146 @@
-"""Index scores and the running top-k."""
+"""Index scores: golden values, a float64 oracle, and the running top-k."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pallas_kernels import compat
+from pallas_kernels.indexer import arg_specs
 from pallas_kernels.indexer import ops as indexer
+from pallas_kernels.page_layout import PAGE_ENTRIES, IndexPageLayout
+from pallas_kernels.quantize import ops as quantize
 from pallas_kernels.topk import ops as topk
 from tests.golden import primitives
+from tests.pallas_kernels.indexer_cases import CASES, RELEASED, Shape
+
+_HAS_GPU = jax.default_backend() == "gpu" and compat.gpu_problem() is None
+IMPLEMENTATIONS = [
+    "xla",
+    pytest.param("gpu", marks=pytest.mark.skipif(not _HAS_GPU, reason="needs a CUDA device and jax 0.11")),
+]
+SHAPES = {
+    "tiny": Shape(),
+    "released": RELEASED,
+    "one_token": Shape(batch=2, tokens=1, heads=32, width=128, block_size=8, table=3, blocks=33),
+    "many_tokens": Shape(batch=2, tokens=19, heads=32, width=128, block_size=8, table=2),
+    "pairs": Shape(heads=7, width=32, block_size=2, table=2, blocks=70),
+}
+
+
+def _bf16(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
+
+
+def _dequantized(values, scales) -> np.ndarray:
+    return np.asarray(quantize.dequantize_mxfp4(values, scales)).astype(np.float64)
+
+
+def _oracle(case: dict) -> tuple[np.ndarray, np.ndarray]:
+    """Scores float64 [B, T, M * 128] with -inf where not visible, and the size of the largest head's term.
+
+    Dots and sums are exact up to float64, the three roundings are those of the definition.
+    """
+    q = _dequantized(case["q_values"], case["q_scales"])
+    layout = IndexPageLayout(q.shape[-1])
+    pages = np.asarray(case["pages"])
+    values, scales = layout.read_pages(case["pool"], jnp.maximum(case["pages"], 0))
+    keys = _dequantized(values, scales).reshape(pages.shape[0], -1, q.shape[-1])
+    with np.errstate(invalid="ignore", over="ignore"):
+        dots = np.einsum("btnc,bsc->btns", q, keys)
+        terms = _bf16(_bf16(np.maximum(dots, 0)) * np.asarray(case["weights"]).astype(np.float64)[..., None])
+        scores = _bf16(terms.sum(axis=2))
+    known = np.repeat(pages >= 0, PAGE_ENTRIES, axis=1)[:, None]
+    usable = known & (np.arange(keys.shape[1]) < np.asarray(case["visible"])[..., None]) & ~np.isnan(scores)
+    return np.where(usable, scores, -np.inf), np.where(usable, np.abs(terms).max(axis=2), 0)
+
+
+def _at_blocks(values: np.ndarray, blocks: np.ndarray, block_size: int, missing: float) -> np.ndarray:
+    """[B, T, S] at the entries of blocks [B, T, n]."""
+    entries = (np.maximum(blocks, 0)[..., None] * block_size + np.arange(block_size)).reshape(*blocks.shape[:2], -1)
+    return np.where(np.repeat(blocks >= 0, block_size, axis=2), np.take_along_axis(values, entries, axis=2), missing)
+
+
+def _close(actual: jax.Array, scores: np.ndarray, terms: np.ndarray) -> None:
+    """A dot product near a tie may round the other way, which moves a head's term by one bfloat16 step."""
+    actual = np.asarray(actual, np.float64)
+    np.testing.assert_array_equal(np.isneginf(actual), np.isneginf(scores))
+    assert not np.isnan(actual).any()
+    seen = ~np.isneginf(scores)
+    assert (np.abs(actual[seen] - scores[seen]) <= 2.0**-7 * (np.abs(scores) + terms)[seen]).all()
+    assert not np.signbit(actual[actual == 0]).any()
+    np.testing.assert_array_equal(_bf16(actual), actual)
+
+
+def _run(fn, case: dict, names: tuple[str, ...], **static) -> jax.Array:
+    return jax.jit(functools.partial(fn, **static))(*(case[name] for name in names))
+
+
+_COMMON = ("q_values", "q_scales", "weights", "pool", "pages", "visible")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", CASES)
+def test_scores(name, shape, implementation):
+    if implementation == "xla" and shape not in ("tiny", "released") and name != "random":
+        pytest.skip("the plain implementation has no paths that depend on these shapes")
+    shape = SHAPES[shape]
+    case = CASES[name](np.random.default_rng(len(name)), shape)
+    static = {"block_size": shape.block_size, "implementation": implementation}
+    maxima = _run(indexer.block_maxima, case, _COMMON, **static)
+    entries = _run(indexer.entry_scores, case, (*_COMMON, "blocks"), **static)
+    scores, terms = _oracle(case)
+    runs = (*scores.shape[:2], -1, shape.block_size)
+    _close(maxima, scores.reshape(runs).max(-1), terms.reshape(runs).max(-1))
+    blocks = np.asarray(case["blocks"])
+    _close(
+        entries, _at_blocks(scores, blocks, shape.block_size, -np.inf), _at_blocks(terms, blocks, shape.block_size, 0)
+    )
+    # The same bits in both, so that the two levels of a selection agree.
+    of_entries = np.asarray(entries).reshape(*blocks.shape, shape.block_size).max(axis=-1)
+    np.testing.assert_array_equal(of_entries, _at_blocks(np.asarray(maxima), blocks, 1, -np.inf))
+
+
+@pytest.mark.parametrize("spec", [s for s in arg_specs.SPECS if "ci" in s.tags], ids=lambda s: s.name)
+def test_arg_specs(spec):
+    out = jax.eval_shape(spec.bind("xla"), spec.abstract())
+    assert out.dtype == jnp.float32
+    assert out.shape[:2] == spec.abstract()["visible"].shape
+
+
+def test_released_specs_trace():
+    for spec in arg_specs.SPECS:
+        jax.eval_shape(spec.bind("xla"), spec.abstract())
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"block_size": 3}, "must divide"),
+        ({"visible": jnp.zeros((3, 2), jnp.float32)}, "visible must be int32"),
+        ({"weights": jnp.zeros((3, 2, 5), jnp.bfloat16)}, "weights must be bfloat16"),
+        ({"pool": jnp.zeros((2, 17, 4, 128), jnp.uint8)}, "pool must be uint8"),
+        ({"blocks": jnp.zeros((3, 1, 2), jnp.int32)}, "blocks must be int32"),
+    ],
+)
+def test_wrong_arguments(change, message):
+    case = CASES["random"](np.random.default_rng(0)) | {"block_size": 4} | change
+    with pytest.raises(ValueError, match=message):
+        indexer.entry_scores(**case)
+
+
+def test_no_pages_and_no_blocks():
+    case = CASES["random"](np.random.default_rng(0))
+    case["pages"], case["blocks"] = case["pages"][:, :0], case["blocks"][..., :3]
+    assert np.isneginf(indexer.entry_scores(**case, block_size=4)).all()
+    del case["blocks"]
+    assert indexer.block_maxima(**case, block_size=4).shape == (3, 2, 0)
 
 
 def test_index_scores_golden():
