@@ -53,7 +53,7 @@ def e8m0_reciprocal_to_f32(e: jax.Array) -> jax.Array:
 
 
 def f32_to_e4m3(x: jax.Array) -> jax.Array:
-    """float32 -> `float8_e4m3fn`, to nearest even, saturating at +-448; NaN stays NaN.
+    """float32 -> `float8_e4m3fn`, to nearest even, saturating at +-448; NaN of either sign gives 0x7F.
 
     Rounded with integers on the bits: a cast that is cast back in the same program may be dropped as excess precision.
     """
@@ -66,8 +66,8 @@ def f32_to_e4m3(x: jax.Array) -> jax.Array:
     subnormal = jnp.round(magnitude * 2.0**9).astype(jnp.uint32)
     code = jnp.where(magnitude < 2.0**-6, subnormal, normal)
     code = jnp.where(magnitude >= E4M3_MAX, jnp.uint32(0x7E), code)
-    code = jnp.where(jnp.isnan(x), jnp.uint32(0x7F), code)
-    return byte_to_e4m3((sign | code).astype(jnp.uint8))
+    # The sign of a NaN that was computed differs between machines.
+    return byte_to_e4m3(jnp.where(jnp.isnan(x), jnp.uint32(0x7F), sign | code).astype(jnp.uint8))
 
 
 def e4m3_to_f32(code: jax.Array) -> jax.Array:

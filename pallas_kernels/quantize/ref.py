@@ -5,6 +5,7 @@ Groups run along the last axis. `values` are what the tensor stores, `scales` on
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import formats
 from pallas_kernels.norms import rms_norm
@@ -27,8 +28,20 @@ def _grouped(x: jax.Array, group: int) -> jax.Array:
 
 
 def _amax(grouped: jax.Array, floor: float) -> jax.Array:
-    # jnp.max propagates NaN, jnp.maximum too: a NaN input shows up in the scale.
-    return jnp.maximum(jnp.max(jnp.abs(grouped), axis=-1), jnp.float32(floor))
+    """Largest magnitude of each group, at least `floor`; NaN if there is one, so that a NaN shows up in the scale.
+
+    Taken over the bits: magnitudes are ordered as integers, NaN above infinity, and a float maximum may skip NaN.
+    """
+    bits = jax.lax.bitcast_convert_type(grouped, jnp.uint32) & 0x7FFFFFFF
+    largest = jnp.maximum(jnp.max(bits, axis=-1), jnp.uint32(np.float32(floor).view(np.uint32)))
+    return jax.lax.bitcast_convert_type(largest, jnp.float32)
+
+
+def _flushed(x: jax.Array) -> jax.Array:
+    """float32 with subnormal numbers replaced by zeros of their sign, as some backends do in any multiplication."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    small = (bits & 0x7FFFFFFF) < 0x00800000
+    return jax.lax.bitcast_convert_type(jnp.where(small, bits & jnp.uint32(0x80000000), bits), jnp.float32)
 
 
 def _spread(scales: jax.Array, group: int) -> jax.Array:
@@ -37,7 +50,10 @@ def _spread(scales: jax.Array, group: int) -> jax.Array:
 
 
 def quantize_fp8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """[..., C] -> E4M3 [..., C] and E8M0 uint8 [..., C/32]; scale = 2^ceil(log2(max(amax, 1e-4) / 448))."""
+    """[..., C] -> E4M3 [..., C] and E8M0 uint8 [..., C/32]; scale = 2^ceil(log2(max(amax, 1e-4) / 448)).
+
+    A group with a NaN or an infinity has scale 255 and NaN codes.
+    """
     grouped = _grouped(x, FP8_GROUP)
     scales = formats.ceil_log2_ratio_exponent(_amax(grouped, _FP8_AMAX_FLOOR), formats.E4M3_MAX)
     codes = formats.f32_to_e4m3(grouped * formats.e8m0_reciprocal_to_f32(scales)[..., None])
@@ -52,11 +68,13 @@ def dequantize_fp8(values: jax.Array, scales: jax.Array) -> jax.Array:
 def quantize_mxfp4(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """[..., C] -> E2M1 codes, adjacent pairs a byte [..., C/2], and E8M0 uint8 [..., C/32].
 
-    scale = 2^ceil(log2(max(amax, 6 * 2^-126) / 6)).
+    scale = 2^ceil(log2(max(amax, 6 * 2^-126) / 6)). Subnormal inputs count as zeros of their sign; a group with a NaN
+    or an infinity has scale 255 and codes 0.
     """
-    grouped = _grouped(x, MXFP4_GROUP)
+    grouped = _flushed(_grouped(x, MXFP4_GROUP))
     scales = formats.ceil_log2_ratio_exponent(_amax(grouped, _MXFP4_AMAX_FLOOR), formats.E2M1_MAX)
     codes = formats.f32_to_e2m1(grouped * formats.e8m0_reciprocal_to_f32(scales)[..., None])
+    codes = jnp.where(scales[..., None] == 255, jnp.uint8(0), codes)
     return formats.pack_adjacent(codes.reshape(x.shape)), scales
 
 

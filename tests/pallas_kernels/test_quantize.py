@@ -120,11 +120,29 @@ def test_case_c12_requantising_is_not_idempotent():
     assert float(second[3]) == 6 * 2.0**-9
 
 
-def test_nan_reaches_the_scale_or_the_code():
-    x = _with_amax(np.nan, 32)
-    assert int(ops.quantize_mxfp4(x)[1][0]) == 255
-    assert int(ops.quantize_fp8(x)[1][0]) == 255
-    assert np.isnan(np.asarray(ops.dequantize_kv_fp4(*ops.quantize_kv_fp4(x)), np.float32)[:16]).all()
+def test_nan_reaches_the_scale_or_the_code(run):
+    """Also where the compiler reduces by a maximum that skips NaN."""
+    x = np.random.default_rng(0).normal(size=(40, 512)).astype(np.float32)
+    x[7, 100] = x[39, 511] = np.nan
+    groups = np.zeros((40, 16), bool)
+    groups[7, 3] = groups[39, 15] = True
+    np.testing.assert_array_equal(np.asarray(run(ops.quantize_mxfp4)(x)[1]) == 255, groups)
+    codes, scales = run(ops.quantize_fp8)(x)
+    np.testing.assert_array_equal(np.asarray(scales) == 255, groups)
+    assert (np.asarray(formats.e4m3_to_byte(codes))[np.repeat(groups, 32, axis=-1)] == 0x7F).all()
+    back = np.asarray(run(ops.dequantize_kv_fp4)(*run(ops.quantize_kv_fp4)(x)), np.float32)
+    halves = np.zeros((40, 32), bool)
+    halves[7, 6] = halves[39, 31] = True
+    np.testing.assert_array_equal(np.isnan(back), np.repeat(halves, 16, axis=-1))
+
+
+def test_subnormal_inputs_of_mxfp4_are_zeros(run):
+    x = np.full((3, 64), 2.0**-127, ml_dtypes.bfloat16)
+    x[1] = -x[1]
+    x[2, ::2] = 2.0**-126
+    packed, scales = run(ops.quantize_mxfp4)(x)
+    np.testing.assert_array_equal(packed, np.broadcast_to(np.array([[0], [0x88], [2]], np.uint8), (3, 32)))
+    assert (np.asarray(scales) == 1).all()
 
 
 def test_e2m1_all_codes_agree_with_ml_dtypes():
