@@ -113,3 +113,115 @@ def load_u8(address: Value, displacement: int = 0) -> Value:
 
 def store_shared_16_bytes(address: Value, words: list[Value], displacement: int = 0) -> None:
     utils.inline_ptx(f"st.shared.v4.b32 [$0+{displacement}], {{$1,$2,$3,$4}};", address, *words)
+
+
+def f32() -> ir.Type:
+    return ir.F32Type.get()
+
+
+def const_f32(value: float) -> Value:
+    return utils.c(value, f32())
+
+
+def as_f32(word: Value) -> Value:
+    """The 32 bits read as float32."""
+    return arith.bitcast(f32(), word)
+
+
+def as_i32(x: Value) -> Value:
+    """The 32 bits of a float32."""
+    return arith.bitcast(i32(), x)
+
+
+def fma(a: Value, b: Value, c: Value) -> Value:
+    """float32 a * b + c, rounded once."""
+    return asm("fma.rn.f32 $0, $1, $2, $3;", a, b, c, type=f32())
+
+
+def mul_f32(a: Value, b: Value) -> Value:
+    """float32 a * b that is never fused with an addition."""
+    return asm("mul.rn.f32 $0, $1, $2;", a, b, type=f32())
+
+
+def add_f32(a: Value, b: Value) -> Value:
+    """float32 a + b that is never fused with a product."""
+    return asm("add.rn.f32 $0, $1, $2;", a, b, type=f32())
+
+
+def sub_f32(a: Value, b: Value) -> Value:
+    return asm("sub.rn.f32 $0, $1, $2;", a, b, type=f32())
+
+
+def pack_bf16(low: Value, high: Value) -> Value:
+    """Two float32 rounded to bfloat16, to nearest even, in one word."""
+    return asm("cvt.rn.bf16x2.f32 $0, $2, $1;", low, high)
+
+
+def unpack_bf16(word: Value) -> tuple[Value, Value]:
+    """float32 values of the low and the high half of a word."""
+    return as_f32(shl(word, 16)), as_f32(and_(word, -65536))
+
+
+def less(a: Value, b: Value | int) -> Value:
+    """i1: a < b, signed."""
+    return arith.cmpi(arith.CmpIPredicate.slt, a, _value(b))
+
+
+def load_shared(address: Value, displacement: int = 0, words: int = 1, type: ir.Type | None = None):
+    """1, 2 or 4 words; one value, or a list of several."""
+    kind = {1: "", 2: ".v2", 4: ".v4"}[words]
+    out = ",".join(f"${i}" for i in range(words))
+    out = out if words == 1 else f"{{{out}}}"
+    text = f"ld.shared{kind}.b32 {out}, [${words}+{displacement}];"
+    return asm(text, address, results=words, type=type, side_effects=True)
+
+
+def store_shared(address: Value, *words: Value, displacement: int = 0) -> None:
+    """1, 2 or 4 words."""
+    kind = {1: "", 2: ".v2", 4: ".v4"}[len(words)]
+    values = ",".join(f"${i + 1}" for i in range(len(words)))
+    values = values if len(words) == 1 else f"{{{values}}}"
+    utils.inline_ptx(f"st.shared{kind}.b32 [$0+{displacement}], {values};", address, *words)
+
+
+def store_global(address: Value, *words: Value, displacement: int = 0) -> None:
+    """1, 2 or 4 words."""
+    kind = {1: "", 2: ".v2", 4: ".v4"}[len(words)]
+    values = ",".join(f"${i + 1}" for i in range(len(words)))
+    values = values if len(words) == 1 else f"{{{values}}}"
+    utils.inline_ptx(f"st.global{kind}.b32 [$0+{displacement}], {values};", address, *words)
+
+
+def copy_16_bytes_async(shared: Value, address: Value, size: Value, displacement: int = 0) -> None:
+    """cp.async of `size` (0 or 16) bytes from global to shared memory; what is not copied becomes zero."""
+    utils.inline_ptx(f"cp.async.cg.shared.global.L2::128B [$0+{displacement}], [$1], 16, $2;", shared, address, size)
+
+
+def commit_copies() -> None:
+    """Closes a group of cp.async."""
+    utils.inline_ptx("cp.async.commit_group;")
+
+
+def wait_copies(pending: int) -> None:
+    """Until at most this many of the thread's groups of cp.async are under way."""
+    utils.inline_ptx(f"cp.async.wait_group {pending};")
+
+
+def barrier(name: Value, threads: int) -> None:
+    """Named barrier 8..15 (lower ones are Mosaic's) for this many threads of the block."""
+    utils.inline_ptx(f"bar.sync $0, {threads};", name, convergent=True)
+
+
+def shuffle_xor(x: Value, mask: int) -> Value:
+    """float32 of the lane whose number differs in these bits; all lanes of the warp take part."""
+    text = f"shfl.sync.bfly.b32 $0, $1, {mask}, 31, -1;"
+    return utils.inline_ptx(text, x, result_types=f32(), has_side_effects=True, convergent=True)
+
+
+def mma_bf16(acc: list[Value], a: list[Value], b: list[Value]) -> list[Value]:
+    """acc + a b of m16n8k16 for the warp: a 4 words, b 2 words of bfloat16 pairs, acc 4 float32."""
+    text = (
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+    )
+    out = utils.inline_ptx(text, *a, *b, *acc, result_types=(f32(),) * 4, has_side_effects=True, convergent=True)
+    return list(out)
