@@ -1,0 +1,63 @@
+"""The 4- and 8-bit formats inside TPU kernels: integer operations on int32 lanes, which every generation has.
+
+The bits of a code are moved into the exponent and mantissa of a float32; min(y, 2y - c) then mends the subnormals, which
+have no hidden bit. Exact for every code but NaN (`formats.py` gives the meaning).
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_SIGN = np.int32(-(2**31))
+
+
+def words_of(rows):
+    """A ref of 512-byte rows, uint8 [..., 4, 128], as int32 words [..., 1, 128]; byte s of a word is row [s]'s.
+
+    Inside a kernel. Words made by `words_for_interpreter` pass through.
+    """
+    return rows if rows.dtype == jnp.int32 else rows.bitcast(jnp.int32)
+
+
+def words_for_interpreter(rows: jax.Array) -> jax.Array:
+    """As `words_of`, of an array outside the kernel: the interpreter of TPU kernels cannot reinterpret a ref.
+
+    (A TPU would copy a pool for this.)
+    """
+    return jax.lax.bitcast_convert_type(jnp.swapaxes(rows, -1, -2), jnp.int32)[..., None, :]
+
+
+def as_f32(bits: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def with_sign(magnitude: jax.Array, sign: jax.Array) -> jax.Array:
+    """float32 >= 0 with the top bit of an int32 as its sign."""
+    return as_f32(jax.lax.bitcast_convert_type(magnitude, jnp.int32) | (sign & _SIGN))
+
+
+def byte_of(word: jax.Array, index: jax.Array | int) -> jax.Array:
+    """Byte 0 (lowest) to 3 of int32 words, as int32."""
+    return jax.lax.shift_right_logical(word, jnp.int32(index) * 8) & 0xFF
+
+
+def e2m1(word: jax.Array) -> jax.Array:
+    """E2M1 codes in the top four bits of int32 -> float32; the other bits may be anything."""
+    y = as_f32(((word >> 6) & 0x01C00000) + (126 << 23))
+    return with_sign(jnp.minimum(y, y + y - 1.0), word)
+
+
+def e4m3_magnitude(code: jax.Array) -> jax.Array:
+    """E4M3 codes 0..127 in int32 -> float32; NaN (127) gives 480."""
+    y = as_f32((code << 20) + (120 << 23))
+    return jnp.minimum(y, y + y - 2.0**-6)
+
+
+def e4m3(code: jax.Array) -> jax.Array:
+    """E4M3 codes 0..255 in int32 -> float32; NaN gives +-480."""
+    return with_sign(e4m3_magnitude(code & 0x7F), code << 24)
+
+
+def e8m0(code: jax.Array) -> jax.Array:
+    """E8M0 codes 0..255 in int32 -> float32; 0 gives 0 (2^-127 is a subnormal), NaN (255) infinity."""
+    return as_f32(code << 23)
