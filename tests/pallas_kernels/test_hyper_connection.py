@@ -1,5 +1,7 @@
 """The mHC step: the reference against golden values and float64, and every kernel against the reference."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,10 +97,15 @@ on_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="the compiled
 KERNELS = [pytest.param("gpu", marks=on_gpu), "tpu_interpret"]
 
 
+@functools.cache
+def _compiled(implementation):
+    return jax.jit(lambda *args: ops.residual_step(*args, **cases.STATIC, implementation=implementation))
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 7])
 def test_step_is_its_parts(tokens):
     args = cases.make("random", 3, tokens, 128)
-    new, x, *coefficients = jax.jit(lambda *a: ops.residual_step(*a, **cases.STATIC, implementation="xla"))(*args)
+    new, x, *coefficients = _compiled("xla")(*args)
     step_by_step = jax.jit(lambda *a: ref.update(*a))(*args[:4])
     np.testing.assert_array_equal(new, step_by_step)
     np.testing.assert_array_equal(x, jax.jit(lambda n: rms_norm(ref.collapse(n, args[4]), args[8], 1e-20))(new))
@@ -175,15 +182,15 @@ def test_gradient_of_a_kernel_is_that_of_the_reference(kernel):
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("case", cases.CASES)
 def test_kernel_equals_ref_on_cases(kernel, case):
-    args = cases.make(case, 10, 9, 256)
-    cases.check(jax.jit(lambda *a: ops.residual_step(*a, **cases.STATIC, implementation=kernel))(*args), args)
+    args = cases.make(case, 10, 9, 128)
+    cases.check(_compiled(kernel)(*args), args)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("tokens,dim", [(0, 128), (1, 128), (15, 128), (16, 384), (17, 128), (33, 640)])
+@pytest.mark.parametrize("tokens,dim", [(0, 128), (1, 128), (17, 384), (33, 256)])
 def test_kernel_equals_ref_at_sizes(kernel, tokens, dim):
     args = cases.make("random", 11, tokens, dim)
-    out = jax.jit(lambda *a: ops.residual_step(*a, **cases.STATIC, implementation=kernel))(*args)
+    out = _compiled(kernel)(*args)
     if tokens:
         cases.check(out, args)
     else:
@@ -194,7 +201,7 @@ def test_kernel_equals_ref_at_sizes(kernel, tokens, dim):
 @pytest.mark.parametrize("tokens", [1, 2, 8, 64, 65, 511, 512, 1000, 4096])
 def test_gpu_kernel_at_released_width(tokens):
     args = cases.make("random", 12 + tokens, tokens, 5120)
-    cases.check(jax.jit(lambda *a: ops.residual_step(*a, **cases.STATIC, implementation="gpu"))(*args), args)
+    cases.check(_compiled("gpu")(*args), args)
 
 
 @pytest.mark.parametrize("spec", [s for s in SPECS if "ci" in s.tags], ids=lambda s: s.name)
