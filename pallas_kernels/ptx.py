@@ -214,7 +214,7 @@ def barrier(name: Value, threads: int) -> None:
 
 def shuffle_xor(x: Value, mask: int) -> Value:
     """float32 of the lane whose number differs in these bits; all lanes of the warp take part."""
-    text = f"shfl.sync.bfly.b32 $0, $1, {mask}, 31, -1;"
+    text = f"shfl.sync.bfly.b32 $0, $1, {mask}, 31, 0xffffffff;"
     return utils.inline_ptx(text, x, result_types=f32(), has_side_effects=True, convergent=True)
 
 
@@ -225,3 +225,27 @@ def mma_bf16(acc: list[Value], a: list[Value], b: list[Value]) -> list[Value]:
     )
     out = utils.inline_ptx(text, *a, *b, *acc, result_types=(f32(),) * 4, has_side_effects=True, convergent=True)
     return list(out)
+
+
+def load_words(address: Value, count: int, displacement: int = 0) -> list[Value]:
+    """1, 2 or 4 words from global memory that this kernel does not write, not kept in L1; aligned to their size."""
+    if count == 4:
+        return load_16_bytes(address, displacement)
+    names = "$0" if count == 1 else "{$0,$1}"
+    suffix = "u32" if count == 1 else "v2.u32"
+    text = f"ld.global.nc.L1::no_allocate.{suffix} {names}, [${count}+{displacement}];"
+    loaded = asm(text, address, results=count, side_effects=True)
+    return [loaded] if count == 1 else loaded
+
+
+def store_words(address: Value, words: list[Value], displacement: int = 0, *, predicate: Value | None = None) -> None:
+    """1, 2 or 4 words to global memory, aligned to their size."""
+    suffix = {1: "b32", 2: "v2.b32", 4: "v4.b32"}[len(words)]
+    names = ",".join(f"${i + 1}" for i in range(len(words)))
+    names = names if len(words) == 1 else f"{{{names}}}"
+    utils.inline_ptx(f"st.global.{suffix} [$0+{displacement}], {names};", address, *words, predicate=predicate)
+
+
+def store_byte(address: Value, value: Value, displacement: int = 0, *, predicate: Value | None = None) -> None:
+    """The low byte of a word to global memory."""
+    utils.inline_ptx(f"st.global.u8 [$0+{displacement}], $1;", address, value, predicate=predicate)

@@ -130,7 +130,9 @@ def write_window(
     """
     _check_rows("write_window", x, rope, layout.head_dim, rings, layout.shape(rings.shape[0]), slot, index)
     _check_gain("write_window", gain, layout.head_dim)
-    return _write("write_window", implementation, rings, x, gain, rope, rings, slot, index, eps=eps, layout=layout)
+    return _write(
+        "write_window", implementation, rings, rope, x, gain, rope, rings, slot, index, eps=eps, layout=layout
+    )
 
 
 def write_main(
@@ -161,7 +163,7 @@ def write_main(
       TypeError, ValueError: a dtype or shape does not fit; the implementation asked for cannot run.
     """
     _check_rows("write_main", latent, rope, layout.head_dim, pool, layout.shape(pool.shape[0]), page, entry)
-    return _write("write_main", implementation, pool, latent, rope, pool, page, entry, layout=layout)
+    return _write("write_main", implementation, pool, rope, latent, rope, pool, page, entry, layout=layout)
 
 
 def write_index(
@@ -197,7 +199,7 @@ def write_index(
     """
     _check_rows("write_index", key, rope, layout.dim, pool, layout.shape(pool.shape[0]), page, entry)
     _check_gain("write_index", gain, layout.dim)
-    return _write("write_index", implementation, pool, key, gain, rope, pool, page, entry, eps=eps, layout=layout)
+    return _write("write_index", implementation, pool, rope, key, gain, rope, pool, page, entry, eps=eps, layout=layout)
 
 
 def _check_rows(op: str, x, rope, width: int, pool, pool_shape: tuple[int, ...], outer, inner) -> None:
@@ -222,12 +224,22 @@ def _check_gain(op: str, gain, width: int) -> None:
 
 
 def _kernel(op: str, implementation: str | None, *arrays: jax.Array):
-    choose(op, implementation, {})
-    return getattr(ref, op)(*arrays)
+    """A quantise or dequantise kernel that was asked for by name, or by "pallas"."""
+    from pallas_kernels.quantize import gpu
+
+    first = arrays[0]
+    pack = 2 if op in ("dequantize_mxfp4", "dequantize_kv_fp4") else 1
+    dtype = jnp.bfloat16 if op.startswith("de") else first.dtype
+    problems = {"gpu": lambda: gpu.problem(first.shape[-1] * pack, first.size * pack, dtype)}
+    choose(op, implementation, problems)
+    return getattr(gpu, op)(*arrays)
 
 
-def _write(op: str, implementation: str | None, pool: jax.Array, *arrays: jax.Array, **static) -> jax.Array:
+def _write(op: str, implementation: str | None, pool: jax.Array, rope: jax.Array, *arrays: jax.Array, **static):
+    from pallas_kernels.quantize import gpu
+
     if arrays[0].size == 0:
         return pool
-    choose(op, implementation, {})
-    return getattr(ref, op)(*arrays, **static)
+    problems = {"gpu": lambda: gpu.write_problem(arrays[0].shape[-1], 2 * rope.shape[-1])}
+    module = gpu if choose(op, implementation, problems) == "gpu" else ref
+    return getattr(module, op)(*arrays, **static)
