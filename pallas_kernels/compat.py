@@ -31,3 +31,11 @@ def lowering_for(platform: str, device_kind: str, num_cores: int = 1):
     device = AbstractDevice(device_kind=device_kind, num_cores=num_cores, platform=platform)
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
         yield
+
+
+def tpu_device_kind() -> str | None:
+    """The TPU that is traced for: that of the mesh in use, or of this process; None if neither is one."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        return device.device_kind if device.platform == "tpu" else None
+    return jax.devices()[0].device_kind if jax.default_backend() == "tpu" else None

@@ -1,14 +1,16 @@
 """The 4- and 8-bit formats inside TPU kernels: integer operations on int32 lanes, which every generation has.
 
-The bits of a code are moved into the exponent and mantissa of a float32; min(y, 2y - c) then mends the subnormals, which
-have no hidden bit. Exact for every code but NaN (`formats.py` gives the meaning).
+The bits of a code are moved into the exponent and mantissa of a float32; min(y, 2y - c) then mends the subnormals,
+which have no hidden bit. Exact for every code but NaN (`formats.py` gives the meaning).
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.pallas import tpu as pltpu
 
 _SIGN = np.int32(-(2**31))
+_SIGNS_OF_HALVES = np.int32(-(2**31) | 2**15)
 
 
 def words_of(rows):
@@ -45,6 +47,13 @@ def e2m1(word: jax.Array) -> jax.Array:
     """E2M1 codes in the top four bits of int32 -> float32; the other bits may be anything."""
     y = as_f32(((word >> 6) & 0x01C00000) + (126 << 23))
     return with_sign(jnp.minimum(y, y + y - 1.0), word)
+
+
+def e2m1_pairs(word: jax.Array) -> jax.Array:
+    """E2M1 codes in the top four bits of both halves of int32 [r, n] -> bfloat16 [2r, n]: low half, then high half."""
+    y = pltpu.bitcast(((word >> 6) & 0x01C001C0) + 0x3F003F00, jnp.bfloat16)
+    magnitude = pltpu.bitcast(jnp.minimum(y, y + y - jnp.bfloat16(1)), jnp.int32)
+    return pltpu.bitcast(magnitude | (word & _SIGNS_OF_HALVES), jnp.bfloat16)
 
 
 def e4m3_magnitude(code: jax.Array) -> jax.Array:

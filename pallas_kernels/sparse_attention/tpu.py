@@ -306,8 +306,8 @@ def _kernel(*refs, plan: _Plan, names: tuple[str, ...]):
 
 
 def _gather_rows(plan: _Plan, selected: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """selected int32 [Q, K] -> rows int32 [Q, 1, 2 * chunks * chunk] for `_Gather.start`, and entry numbers inside their
-    pages int32 [Q, 1, chunks * 128], -1 for those that are not there."""
+    """selected int32 [Q, K] -> rows int32 [Q, 1, 2 * chunks * chunk] for `_Gather.start`, and int32 [Q, 1, chunks * 128]:
+    the entries' numbers inside their pages, -1 for those that are not there."""
     layout = plan.main
     count = plan.chunks * plan.chunk
     padded = jnp.pad(selected, ((0, 0), (0, count - selected.shape[1])), constant_values=-1)
