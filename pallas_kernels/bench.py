@@ -103,6 +103,11 @@ def bench(op: str, specs: Iterable[ArgSpec], kernel: str, *, calls: int = 20, xl
         )  # fmt: skip
 
 
+def time_spec(spec: ArgSpec, implementation: str, *, calls: int = 20) -> float:
+    """Microseconds of device time of one implementation."""
+    return _time(spec, implementation, _argument_sets(spec), calls).us
+
+
 def _argument_sets(spec: ArgSpec) -> list[tuple[dict[str, jax.Array]]]:
     size = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(spec.abstract()))
     wanted = min(_MOST_SETS, max(2, -(-_COLD_BYTES // max(size, 1))))
