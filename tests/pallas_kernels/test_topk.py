@@ -1,5 +1,7 @@
 """Top-k of whole rows: every implementation against the stable answer of numpy."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,9 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_kernels.topk import ops, ref
+from pallas_kernels.compat import gpu_problem
+from pallas_kernels.topk import block_sizes, ops, ref
 from pallas_kernels.topk.arg_specs import SPECS
+from pallas_kernels.topk.gpu_program import Arrays, Plan, TopK
 from tests.pallas_kernels import topk_cases as cases
+from tests.pallas_kernels.simt_emulator import Emulator
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -91,3 +96,88 @@ def test_arg_spec_names_are_unique():
     assert len({s.name for s in SPECS}) == len(SPECS)
     for spec in SPECS:
         assert spec.abstract()["scores"].ndim == 2
+
+
+# The GPU kernel: its program on an emulator, which also finds missing barriers; the kernel itself on a device.
+
+
+def _emulate(plan: Plan, scores, lengths=None, mapping=None):
+    shape = (len(scores) * plan.splits, plan.slots)
+    ids = np.full(shape, 123456789, np.int32)
+    values = np.full(shape, np.nan, np.float32) if plan.values else None
+    for block in range(shape[0]):
+        emulator = Emulator(plan.threads, block, plan.shared_words)
+        TopK(emulator, plan, Arrays(scores, lengths, mapping, ids, values), None).run()
+    shape = (len(scores), plan.splits * plan.slots)
+    return ids.reshape(shape), values if values is None else values.reshape(shape)
+
+
+def _emulate_plans(plans, scores, lengths=None):
+    ids, values = _emulate(plans[0], scores, lengths)
+    return ids if plans[1] is None else _emulate(plans[1], values, None, ids)[0]
+
+
+def _small_plan(width: int, dtype, **changes) -> Plan:
+    """Several tiles, and a list that has to be cut when many scores pass."""
+    itemsize = jnp.dtype(dtype).itemsize
+    plan = Plan(
+        k=50,
+        width=width,
+        itemsize=itemsize,
+        threads=128,
+        vectors=2,
+        group=4,
+        capacity=50 + 2 * 128 * 16 // itemsize,
+        splits=1,
+        part=width,
+        slots=50,
+        values=False,
+        mapped=False,
+    )
+    return dataclasses.replace(plan, **changes)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("case", cases.CASES)
+def test_gpu_program(case, dtype):
+    scores, lengths = cases.make(case, 3, 2, 6008, dtype), np.array([6008, 5555], np.int32)
+    for changes in ({}, {"group": 0}):
+        ids, _ = _emulate(_small_plan(6008, dtype, **changes), scores, lengths)
+        cases.check(ids, scores, 50, lengths)
+
+
+@pytest.mark.parametrize("k", [1, 8, 511, 2048])
+def test_gpu_program_in_parts(k):
+    for width in (8, 4104, 40000):
+        scores = cases.make("few_values", 4, 2, width, jnp.float32)
+        lengths = np.array([width, width // 2 - 3], np.int32)
+        cases.check(_emulate_plans(block_sizes.plans(2, width, k, 4), scores, lengths), scores, k, lengths)
+
+
+@pytest.mark.parametrize("length", [-5, 0, 1, 49, 50, 51, 1000000])
+def test_gpu_program_lengths(length):
+    scores, lengths = cases.make("random", 5, 1, 1200, jnp.bfloat16), np.array([length], np.int32)
+    ids, _ = _emulate(_small_plan(1200, jnp.bfloat16), scores, lengths)
+    cases.check(ids, scores, 50, lengths)
+
+
+@pytest.mark.parametrize("threads", [128, 256, 512, 1024])
+def test_gpu_program_threads(threads):
+    scores = cases.make("random", 6, 1, 9000, jnp.float32)
+    ids, _ = _emulate(_small_plan(9000, jnp.float32, threads=threads, capacity=50 + 8 * threads), scores)
+    cases.check(ids, scores, 50, None)
+
+
+_no_gpu = gpu_problem() or (None if jax.default_backend() == "gpu" else "no CUDA device")
+
+
+@pytest.mark.skipif(_no_gpu is not None, reason=str(_no_gpu))
+@pytest.mark.parametrize("rows,width,k", [(3, 40, 8), (2, 4096, 512), (2, 16384, 2048), (133, 70001, 512)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gpu_kernel(rows, width, k, dtype):
+    for seed, (case, kind) in enumerate((c, kind) for c in cases.CASES for kind in ("none", "random")):
+        scores, lengths = cases.make(case, seed, rows, width, dtype), cases.make_lengths(kind, seed, rows, width)
+        ids = ops.topk(
+            jnp.asarray(scores), k, lengths=None if lengths is None else jnp.asarray(lengths), implementation="gpu"
+        )
+        cases.check(ids, scores, k, lengths)
