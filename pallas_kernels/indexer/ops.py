@@ -1,5 +1,7 @@
 """Entry points of index scoring on the packed pages of index keys."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -50,7 +52,10 @@ def block_maxima(
     if min(batch, tokens, pages.shape[1]) == 0:
         return jnp.zeros((batch, tokens, pages.shape[1] * PAGE_ENTRIES // block_size), jnp.float32)
 
-    choose("block_maxima", implementation, {})
+    if choose("block_maxima", implementation, _problems(q_values, weights, pool, block_size)) == "gpu":
+        from pallas_kernels.indexer import gpu
+
+        return gpu.block_maxima(*arrays, block_size=block_size)
     return ref.block_maxima(*arrays, block_size=block_size)
 
 
@@ -91,7 +96,10 @@ def entry_scores(
     if min(*blocks.shape, pages.shape[1]) == 0:
         return jnp.full((*visible.shape, blocks.shape[2] * block_size), -jnp.inf, jnp.float32)
 
-    choose("entry_scores", implementation, {})
+    if choose("entry_scores", implementation, _problems(q_values, weights, pool, block_size)) == "gpu":
+        from pallas_kernels.indexer import gpu
+
+        return gpu.entry_scores(*arrays, block_size=block_size)
     return ref.entry_scores(*arrays, block_size=block_size)
 
 
@@ -101,7 +109,16 @@ def runs_kernel(q_values: jax.Array, weights: jax.Array, pool: jax.Array, block_
     Raises:
       ValueError: kernels were asked for and cannot run these shapes.
     """
-    return choose("index scores", None, {}) != "xla"
+    return choose("index scores", None, _problems(q_values, weights, pool, block_size)) != "xla"
+
+
+def _problems(q_values, weights, pool, block_size: int) -> dict[str, Callable[[], str | None]]:
+    def gpu() -> str | None:
+        from pallas_kernels.indexer import gpu
+
+        return gpu.problem(q_values, weights, pool, block_size=block_size)
+
+    return {"gpu": gpu}
 
 
 def _check(op, q_values, q_scales, weights, pool, pages, visible, block_size: int) -> None:

@@ -1,0 +1,265 @@
+"""What a block of the block-maxima kernel does: an equal share of all pages that any query sees.
+
+Pages of a sequence are scored for a tile of its queries at a time. (Sequence, query tile) pairs are the rows of the
+work, their visible pages its columns; a block takes a contiguous run of them, so that blocks finish together whatever
+the lengths are. Inside a block every warpgroup takes every W-th page of the run, through its own ring of pages in
+shared memory, and scores it for all queries of the tile. What no query sees is filled with -inf at the end.
+"""
+
+from typing import Any
+
+from pallas_kernels import ptx
+from pallas_kernels.indexer import gpu_scores
+from pallas_kernels.indexer.gpu_scores import GROUP, Lane, Program, Queries
+from pallas_kernels.indexer.plans import CODE_BYTES, PARAMETER_BYTES, MaximaPlan
+from pallas_kernels.page_layout import PAGE_ENTRIES
+from pallas_kernels.simt import Word
+
+_NEGATIVE_INFINITY = 0xFF800000
+_FIRST_BARRIER = 8
+
+
+class BlockMaxima:
+    """The program; `run` is called once.
+
+    queries: in global memory; pool u8 [P, page bytes], pages int32 [B, M], out f32 [B * T, M * 128 / block_size].
+    """
+
+    def __init__(self, s: Program, plan: MaximaPlan, queries: Queries, pool: Any, pages: Any, out: Any, shared: Any):
+        self.s, self.plan, self.queries, self.pool, self.pages, self.out = s, plan, queries, pool, pages, out
+        self.codes = s.shared(shared)  # at a 1,024-byte boundary
+        self.parameters = self.codes + plan.parameter_offset
+        self.starts = self.codes + plan.starts_offset
+        self.thread, self.block = s.thread(), s.block()
+        self.warpgroup = self.thread >> 7
+        self.lane = Lane(s)
+        self.ring = self.codes + plan.ring_offset + self.warpgroup * plan.ring_bytes
+
+    def run(self) -> None:
+        s = self.s
+        with s.when(self.thread < 32):
+            self._count_pages()
+        s.barrier()
+        first, last, start, stop = self._share()
+
+        def row(r):
+            begin = s.load_shared(self.starts + (r << 2))
+            end = s.load_shared(self.starts + (r << 2), 4)
+            low, high = s.max(start, begin) - begin, s.min(stop, end) - begin
+            self._row(r, low, high)
+            return ()
+
+        s.for_range(first, last, 1, (), row)
+        self._fill()
+
+    # Work
+
+    def _count_pages(self) -> None:
+        """A warp writes the running sum of the rows' visible pages to `starts`."""
+        s, plan = self.s, self.plan
+        lane = self.thread
+
+        def chunk(first, total):
+            r = first + lane
+            known = r < plan.rows
+            sequence = s.select(known, r // plan.tiles, 0)
+            token = (s.select(known, r, 0) - sequence * plan.tiles) * plan.queries
+            base = s.row(self.queries.visible, sequence, 4 * plan.tokens)
+            visible = s.const(0)
+            for i in range(plan.queries):
+                visible = s.max(visible, s.load(base, s.min(token + i, plan.tokens - 1) << 2))
+            count = s.min((visible + (PAGE_ENTRIES - 1)) >> 7, plan.table)
+            running = s.running_sum(s.select(known, count, 0))
+            with s.when(known):
+                s.store_shared(self.starts + (r << 2), total + running, 4)
+            return (total + s.from_lane(running, 31),)
+
+        s.for_range(0, plan.rows, 32, (s.const(0),), chunk)
+        with s.when(lane == 0):
+            s.store_shared(self.starts, 0)
+
+    def _share(self) -> tuple[Word, Word, Word, Word]:
+        """Rows [first, last) and pages [start, stop), counted over all rows, of this block."""
+        s, plan = self.s, self.plan
+        total = s.load_shared(self.starts, 4 * plan.rows)
+        each = total // plan.blocks
+        rest = total - each * plan.blocks
+        start = each * self.block + s.min(self.block, rest)
+        stop = start + each + s.select(self.block < rest, 1, 0)
+        lane = self.thread & 31
+
+        def chunk(base, first, last):
+            r = base + lane
+            known = r < plan.rows
+            at = self.starts + (s.select(known, r, 0) << 2)
+            ended = known & (s.load_shared(at, 4) <= start)
+            begun = known & (s.load_shared(at) < stop)
+            return first + s.popcount(s.ballot(ended)), last + s.popcount(s.ballot(begun))
+
+        first, last = s.for_range(0, plan.rows, 32, (s.const(0), s.const(0)), chunk)
+        return first, last, start, stop
+
+    def _row(self, r: Word, low: Word, high: Word) -> None:
+        """Scores pages [low, high) of one sequence for one tile of queries."""
+        s, plan = self.s, self.plan
+        sequence = r // plan.tiles
+        token = (r - sequence * plan.tiles) * plan.queries
+        count = s.min(s.const(plan.tokens) - token, plan.queries)
+        first_query = sequence * plan.tokens + token
+        s.barrier()
+
+        def prepare(i):
+            gpu_scores.prepare_query(
+                s, self.queries, first_query + i, self.codes + i * CODE_BYTES, self.parameters + i * PARAMETER_BYTES
+            )
+            return ()
+
+        s.for_range(self.warpgroup, count, plan.warpgroups, (), prepare)
+        s.shared_to_async()
+        s.barrier()
+        self._pages(sequence, low, high, first_query, count)
+
+    def _pages(self, sequence: Word, low: Word, high: Word, first_query: Word, count: Word) -> None:
+        s, plan = self.s, self.plan
+        table = s.row(self.pages, sequence, 4 * plan.table)
+        first = low + self.warpgroup
+
+        def physical(page):
+            return s.load(table, s.min(page, plan.table - 1) << 2)
+
+        for i in range(plan.stages - 1):
+            page = first + i * plan.warpgroups
+            self._copy_page(physical(page), self.ring + i * plan.page_bytes, page < high)
+        ahead = (plan.stages - 1) * plan.warpgroups
+
+        def step(page, slot, free, next_page):
+            ptx.wait_copies(plan.stages - 2)
+            ptx.barrier((self.warpgroup + _FIRST_BARRIER).value, 128)
+            self._copy_page(next_page, free, page + ahead < high)
+            next_page = physical(page + (ahead + plan.warpgroups))
+            self._score_page(page, physical(page), slot, first_query, count)
+            following = slot + plan.page_bytes
+            following = s.select(following == self.ring + plan.ring_bytes, self.ring, following)
+            return following, slot, next_page
+
+        free = self.ring + (plan.stages - 1) * plan.page_bytes
+        s.for_range(first, high, plan.warpgroups, (self.ring, free, physical(first + ahead)), step)
+        ptx.wait_copies(0)
+
+    def _copy_page(self, physical: Word, slot: Word, wanted) -> None:
+        """Starts copying a page (any page if it is unassigned) into a slot, 16-byte pieces swizzled by byte row."""
+        s, plan = self.s, self.plan
+        row, piece = self.lane.thread >> 3, self.lane.thread & 7
+        physical = s.select(physical < 0x80000000, physical, 0)
+        source = ptx.offset(s.row(self.pool, physical, plan.page_bytes), (self.lane.thread << 4).value)
+        target = slot + (row << 7) + ((piece ^ (row & 7)) << 4)
+        rows = plan.layout.value_rows * 4 + plan.width // GROUP
+        with s.when(wanted):
+            for first in range(0, rows, 16):
+                if first + 16 <= rows:
+                    s.copy_16_bytes(target, source, first * 128)
+                else:
+                    with s.when(row < rows - first):
+                        s.copy_16_bytes(target, source, first * 128)
+        ptx.commit_copies()
+
+    # Scores
+
+    def _operand(self, slot: Word) -> list[list[list[Word]]]:
+        """For both tiles of a page and each group the registers of the keys.
+
+        Entries of a thread: 32 warp + 16 tile + 2 row + {0, 1}, the second one in row + 8 of the tile.
+        """
+        s, lane = self.s, self.lane
+        matrix_row, octet, tile = lane.lane & 7, (lane.lane >> 3) & 1, lane.lane >> 4
+        piece = ((lane.warp << 1) + tile) ^ matrix_row
+        address = slot + (((octet << 3) + matrix_row) << 7) + (piece << 4)
+        tiles = [[], []]
+        for g in range(self.plan.width // GROUP):
+            loaded = s.load_matrices_transposed(address, g * 2048)
+            for u in range(2):
+                even = gpu_scores.permute(loaded[2 * u], loaded[2 * u + 1], 0x6420)
+                odd = gpu_scores.permute(loaded[2 * u], loaded[2 * u + 1], 0x7531)
+                (low_even, high_even), (low_odd, high_odd) = gpu_scores.expand(even), gpu_scores.expand(odd)
+                tiles[u].append([low_even, low_odd, high_even, high_odd])
+        return tiles
+
+    def _scales(self, slot: Word) -> list[Word]:
+        """A word a group: the E8M0 bytes of the thread's four entries."""
+        s, lane = self.s, self.lane
+        first = self.plan.layout.value_rows * 4
+        packed = []
+        for g in range(self.plan.width // GROUP):
+            pairs = []
+            for tile in range(2):
+                piece = ((lane.warp << 1) + tile) ^ (g & 7)
+                address = slot + (first + g) * 128 + (piece << 4) + (lane.row << 1)
+                pairs.append(s.load_shared_u16(address))
+            packed.append(gpu_scores.permute(*pairs, 0x5410))
+        return packed
+
+    def _score_page(self, page: Word, physical: Word, slot: Word, first_query: Word, count: Word) -> None:
+        s, plan, lane = self.s, self.plan, self.lane
+        tiles, packed = self._operand(slot), self._scales(slot)
+        nan = gpu_scores.nan_bytes(packed)
+        in_page = (lane.warp << 5) + (lane.row << 1)
+        first_entry = (page << 7) + in_page
+        assigned = physical < 0x80000000
+        positions = []
+        for i, distance in enumerate((0, 1, 16, 17)):
+            usable = assigned & (((nan >> (8 * i + 7)) & 1) == 0)
+            positions.append(s.select(usable, first_entry + distance, 0x7FFFFFFF))
+        scales = [gpu_scores.row_scales(s, packed, i) for i in range(4)]
+        row_bytes = plan.table * plan.page_maxima * 4
+        writes = (lane.quad == 0) & ((lane.row & (plan.block_size // 2 - 1)) == 0)
+        offset = (page * plan.page_maxima + in_page // plan.block_size) << 2
+
+        def query(i):
+            parameters = self.parameters + i * PARAMETER_BYTES
+            loaded = gpu_scores.load_parameters(s, lane, parameters)
+            best = []
+            for u in range(2):
+                values = gpu_scores.tile_scores(
+                    s, lane, tiles[u], scales[2 * u : 2 * u + 2], self.codes + i * CODE_BYTES, parameters, loaded
+                )
+                best.append(gpu_scores.masked_max(s, values, positions[2 * u : 2 * u + 2], loaded.visible))
+            pair = gpu_scores.pack(best)
+            for mask in (4, 8, 16)[: plan.block_size.bit_length() - 2]:
+                pair = s.pair_max(pair, gpu_scores.exchange(pair, mask))
+            out = s.row(self.out, first_query + i, row_bytes)
+            with s.when(writes):
+                s.store(out, offset, s.positive_zero(pair << 16))
+                s.store(out, offset + 64 // plan.block_size, s.positive_zero(pair & 0xFFFF0000))
+            return ()
+
+        s.for_range(0, count, 1, (), query)
+
+    def _fill(self) -> None:
+        """-inf for the pages of each query that its row does not score; queries, or parts of them, dealt to blocks."""
+        s, plan = self.s, self.plan
+        num_queries = plan.batch * plan.tokens
+        parts = -(-plan.blocks // num_queries)
+        width = plan.table * plan.page_maxima
+        vectors = width // 4
+        negative = [s.const(_NEGATIVE_INFINITY)] * 4
+
+        def item(i):
+            query = i // parts
+            part = i - query * parts
+            sequence = query // plan.tokens
+            at = sequence * plan.tiles + (query - sequence * plan.tokens) // plan.queries
+            at = self.starts + (at << 2)
+            scored = s.load_shared(at, 4) - s.load_shared(at)
+            first = scored * (plan.page_maxima // 4)
+            each = (s.const(vectors) - first + (parts - 1)) // parts
+            low = first + part * each
+            out = s.row(self.out, query, 4 * width)
+
+            def store(j):
+                s.store_4(out, j << 4, negative)
+                return ()
+
+            s.for_range(low + self.thread, s.min(low + each, vectors), plan.warpgroups * 128, (), store)
+            return ()
+
+        s.for_range(self.block, num_queries * parts, plan.blocks, (), item)
