@@ -6,6 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.compat import gpu_problem
 from pallas_kernels.dispatch import choose
 from pallas_kernels.hyper_connection import ref
 from pallas_kernels.hyper_connection.ref import collapse, mix_coefficients, split_mix, update
@@ -65,6 +66,13 @@ def residual_step(
         raise ValueError(f"residual_step: iters must be at least 1, got {iters}")
     options = {"iters": iters, "norm_eps": norm_eps, "hc_eps": hc_eps}
 
+    def gpu_says() -> str | None:
+        if (problem := gpu_problem()) is not None:
+            return problem
+        from pallas_kernels.hyper_connection import gpu
+
+        return gpu.problem(streams)
+
     def tpu_says() -> str | None:
         from pallas_kernels.hyper_connection import tpu
 
@@ -72,12 +80,17 @@ def residual_step(
 
     if streams.shape[0] == 0:
         return ref.residual_step(*arrays, **options)
-    chosen = choose("hyper_connection", implementation, {"tpu": tpu_says})
+    chosen = choose("hyper_connection", implementation, {"gpu": gpu_says, "tpu": tpu_says})
     if chosen == "xla":
         return ref.residual_step(*arrays, **options)
-    from pallas_kernels.hyper_connection import tpu
+    if chosen == "gpu":
+        from pallas_kernels.hyper_connection import gpu
 
-    kernel = functools.partial(tpu.residual_step, interpret=chosen == "tpu_interpret")
+        kernel = gpu.residual_step
+    else:
+        from pallas_kernels.hyper_connection import tpu
+
+        kernel = functools.partial(tpu.residual_step, interpret=chosen == "tpu_interpret")
     return _with_derivative_of_ref(kernel, options)(*arrays)
 
 
