@@ -56,7 +56,16 @@ def sparse_attention(
     arrays = (q, window, slot, window_index, pool, selected, sink, rope)
     _check(*arrays, window_layout)
 
-    choose("sparse_attention", implementation, {})
+    def gpu_problem() -> str | None:
+        from pallas_kernels.sparse_attention import gpu
+
+        return gpu.problem(*arrays, scale=scale, window_layout=window_layout)
+
+    chosen = choose("sparse_attention", implementation, {"gpu": gpu_problem})
+    if chosen == "gpu":
+        from pallas_kernels.sparse_attention import gpu
+
+        return gpu.sparse_attention(*arrays, scale=scale, window_layout=window_layout)
     return ref.sparse_attention(*arrays, scale=scale, window_layout=window_layout)
 
 

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import formats
+from pallas_kernels import compat, formats
 from pallas_kernels.page_layout import PAGE_ENTRIES, ROW_BYTES, MainPageLayout, WindowLayout
 from pallas_kernels.sparse_attention import ops
 from tests.golden import primitives
@@ -157,3 +157,19 @@ def test_arguments_that_do_not_fit_are_refused(change):
         args["window_index"] = args["window_index"][0]
     with pytest.raises(ValueError, match="sparse_attention"):
         ops.sparse_attention(**args)
+
+
+_GPU = pytest.param(
+    "gpu",
+    marks=pytest.mark.skipif(
+        compat.gpu_problem() is not None or jax.default_backend() not in ("gpu", "cuda"),
+        reason="Mosaic GPU kernels need jax 0.11 and a CUDA device",
+    ),
+)
+
+
+@pytest.mark.parametrize("implementation", [_GPU])
+@pytest.mark.parametrize("case", sparse_attention_cases.CASES)
+def test_kernel_against_float64(case, implementation):
+    args = sparse_attention_cases.make(case, seed=sum(case.encode()) + 1)
+    _assert_near(_run(args, implementation), _dense(args))
