@@ -19,6 +19,7 @@ class ArgSpec:
       tags: of "ci" (small enough for CPU tests), "bench", "tune", "aot" (compiled for TPU topologies).
       bytes: device memory that must move: each input byte that is needed read once, each output byte written once.
       flops: arithmetic of the matrix products; 0 for an op that only moves bytes.
+      donated: the array that the op returns with changes, in place if it may; None if there is none.
     """
 
     name: str
@@ -28,6 +29,7 @@ class ArgSpec:
     tags: frozenset[str] = frozenset({"bench"})
     bytes: int = 0
     flops: int = 0
+    donated: str | None = None
 
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The arrays' shapes and dtypes."""

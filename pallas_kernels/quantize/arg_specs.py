@@ -90,6 +90,7 @@ def _writes(
             ),
             static={"layout": layout} if op == "write_main" else {"layout": layout, "eps": 1e-6},
             tags=frozenset(tags),
+            donated="rings" if op == "write_window" else "pool",
             bytes=int(batch * rows * (channels * (2 + stored) + rope_dim * 4 + 8)),
         )
         for op, (layout, channels, stored) in layouts.items()
