@@ -100,18 +100,19 @@ def encode_fp8(words: list[Value], amax: Value) -> tuple[list[Value], Value]:
     return [ptx.asm(text, *scaled[i : i + 4]) for i in range(0, len(scaled), 4)], byte
 
 
-def _e2m1(halves: Value, saturate: bool) -> Value:
-    """Two float16 v * 2^-14 -> E2M1 codes of v in bits 0-3 and 16-19, to nearest even.
+def _rounded_e2m1(halves: Value) -> Value:
+    """Two float16 v * 2^-14 with v >= 0 -> E2M1 codes of v in bits 9-11 and 25-27, to nearest even; other bits vary.
 
     With that factor the subnormal numbers of both formats begin at the same exponent, so a code is the float16's bits
     above the lowest 9, rounded. bfloat16 inputs have 8 significant bits: as float16 they are exact from v = 1/8 up.
     """
-    magnitude = _and(halves, 0x7FFF7FFF)
-    if saturate:
-        magnitude = ptx.asm("min.u16x2 $0, $1, $2;", magnitude, _const(0x0E000E00))
-    odd = _and(ptx.shr(magnitude, 9), 0x00010001)
-    code = _and(ptx.shr(ptx.add(magnitude, _const(0x00FF00FF), odd), 9), 0x00070007)
-    return ptx.or_(code, _and(ptx.shr(halves, 12), 0x00080008))
+    odd = _and(ptx.shr(halves, 9), 0x00010001)
+    return ptx.add(halves, _const(0x00FF00FF), odd)
+
+
+def _choose_bits(mask: int, ones: Value, zeros: Value) -> Value:
+    """Bits of `ones` where the mask has 1, of `zeros` where it has 0."""
+    return ptx.asm("lop3.b32 $0, $1, $2, $3, 0xE4;", ones, zeros, _const(mask))
 
 
 def encode_mxfp4(words: list[Value], amax: Value) -> tuple[Value, Value]:
@@ -119,18 +120,18 @@ def encode_mxfp4(words: list[Value], amax: Value) -> tuple[Value, Value]:
     byte, reciprocal, bad = _e8m0(amax, 6.0 * 2.0**-126, 6.0)
     codes = []
     for w in words:
-        low, high = (_multiply(x, reciprocal) for x in widen(w))
+        low, high = (_multiply(x, reciprocal) for x in widen(_and(w, 0x7FFF7FFF)))
         halves = ptx.asm("cvt.rn.f16x2.f32 $0, $2, $1;", low, high)
         halves = ptx.asm("mul.rn.f16x2 $0, $1, $2;", halves, _const(0x04000400))  # 2^-14
-        codes.append(_e2m1(halves, saturate=False))
+        codes.append(_choose_bits(0x00070007, ptx.shr(_rounded_e2m1(halves), 9), ptx.shr(w, 12)))
     # Codes of channels 0..3 in bits 0, 16, 8, 24: the upper ones go into the high nibbles.
-    pairs = [ptx.or_(codes[i], ptx.shl(codes[i + 1], 8)) for i in (0, 2)]
-    pairs = [ptx.or_(p, ptx.shr(p, 12)) for p in pairs]
+    pairs = [_choose_bits(0x000F000F, codes[i], ptx.shl(codes[i + 1], 8)) for i in (0, 2)]
+    pairs = [_choose_bits(0x0F0F0F0F, p, ptx.shr(p, 12)) for p in pairs]
     return _select(bad, ptx.const(0), _permute(*pairs, 0x5410)), byte
 
 
-def encode_kv_fp4(low: list[Value], high: list[Value], amax: tuple[Value, Value]) -> tuple[list[Value], list[Value]]:
-    """Channels j.. and j + C/2.. with the amax of their groups of 16 -> 8 bytes in half-split order, 2 E4M3 bytes."""
+def _kv_scales(amax: tuple[Value, Value]) -> tuple[list[Value], list[Value]]:
+    """E4M3 bytes of two groups, and whether each holds a NaN."""
     ratios, bad = [], []
     for a in amax:
         ratio = _multiply(arith.maxui(a, _const(_float_bits(6.0 * 2.0**-9))), _const(_float_bits(1 / 6)))
@@ -138,20 +139,33 @@ def encode_kv_fp4(low: list[Value], high: list[Value], amax: tuple[Value, Value]
         ratios.append(_and(ptx.add(ratio, 0x7F, odd), 0xFFFFFF00))
         bad.append(_below(_const(_INFINITY), a))
     both = ptx.asm("{.reg .b16 a; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; mov.b32 $0, {a, a};}", *ratios)
-    byte = [_select(bad[0], ptx.const(0x7F), _and(both, 0xFF))]
-    byte.append(_select(bad[1], ptx.const(0x7F), _and(ptx.shr(both, 8), 0xFF)))
-    nibbles = []
-    for words, scale, none in zip((low, high), byte, bad, strict=True):
+    byte = [_and(both, 0xFF), _and(ptx.shr(both, 8), 0xFF)]
+    return [_select(none, ptx.const(0x7F), b) for none, b in zip(bad, byte, strict=True)], bad
+
+
+def encode_kv_fp4(low: list[Value], high: list[Value], amax: tuple[Value, Value]) -> tuple[list[Value], list[Value]]:
+    """Channels j.. and j + C/2.. with the amax of their groups of 16 -> 8 bytes in half-split order, 2 E4M3 bytes."""
+    scales, bad = _kv_scales(amax)
+    rounded = []
+    for words, scale in zip((low, high), scales, strict=True):
+        # Quotients that are a tie differ from it by the error of the reciprocal, less than float16 keeps; others are at
+        # least 2^-8 away.
         factor = ptx.asm("rcp.approx.ftz.f32 $0, $1;", e4m3_to_f32(scale))
         factor = _multiply(factor, _const(_float_bits(2.0**-14)))
-        # Quotients that are a tie differ from it by the error of the reciprocal, less than float16 keeps; others are at
-        # least 2^-8 away. A group with a NaN keeps the signs alone.
-        keep = _select(none, _const(0x00080008), _const(0x000F000F))
         for w in words:
-            halves = ptx.asm("cvt.rn.f16x2.f32 $0, $2, $1;", *(_multiply(x, factor) for x in widen(w)))
-            nibbles.append(ptx.and_(_e2m1(halves, saturate=True), keep))
-    pairs = [ptx.or_(a, ptx.shl(b, 4)) for a, b in zip(nibbles[:4], nibbles[4:], strict=True)]
-    return [_permute(pairs[i], pairs[i + 1], 0x6420) for i in (0, 2)], byte
+            halves = (_multiply(x, factor) for x in widen(_and(w, 0x7FFF7FFF)))
+            halves = ptx.asm("cvt.rn.f16x2.f32 $0, $2, $1;", *halves)
+            rounded.append(_rounded_e2m1(ptx.asm("min.u16x2 $0, $1, $2;", halves, _const(0x0E000E00))))
+    pairs = []
+    for i in range(4):
+        lower = _choose_bits(0x00070007, ptx.shr(rounded[i], 9), ptx.shr(low[i], 12))
+        upper = _choose_bits(0x00700070, ptx.shr(rounded[4 + i], 5), ptx.shr(high[i], 8))
+        pairs.append(_choose_bits(0x000F000F, lower, upper))
+    # A group with a NaN keeps the signs alone.
+    keep = ptx.or_(
+        _select(bad[0], _const(0x08080808), _const(0x0F0F0F0F)), _select(bad[1], _const(0x80808080), _const(0xF0F0F0F0))
+    )
+    return [ptx.and_(_permute(pairs[i], pairs[i + 1], 0x6420), keep) for i in (0, 2)], scales
 
 
 def e4m3_to_f32(byte: Value) -> Value:

@@ -112,7 +112,8 @@ def dequantize(name: str, values: jax.Array, scales: jax.Array, *, unroll: int) 
 def _split(item: Value, width: int) -> tuple[Value, Value]:
     """Row and number of the 8 channels in its lower half."""
     per_row = width // (2 * codes.CHANNELS)
-    return arith.divui(item, ptx.const(per_row)), arith.remui(item, ptx.const(per_row))
+    row = arith.divui(item, ptx.const(per_row))
+    return row, arith.subi(item, ptx.mul(row, per_row))
 
 
 def quantize_kv_fp4(x: jax.Array, *, unroll: int) -> tuple[jax.Array, jax.Array]:

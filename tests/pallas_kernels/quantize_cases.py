@@ -76,7 +76,7 @@ def stored(name: str, rows: int, width: int, seed: int) -> tuple[np.ndarray, np.
 
 
 LAYOUTS = {
-    "write_window": lambda width: WindowLayout(width, 160 if width == 512 else 16),
+    "write_window": lambda width: WindowLayout(width, 160 if width >= 512 else 16),
     "write_main": MainPageLayout,
     "write_index": IndexPageLayout,
 }
