@@ -266,16 +266,32 @@ class Simt:
     def load(self, row: ir.Value, offset: Word) -> Word:
         return _asm("ld.global.nc.b32 $0, [$1];", self._at(row, offset))
 
-    def load_u16(self, row: ir.Value, offset: Word) -> Word:
-        return _asm("{.reg .u16 t; ld.global.nc.u16 t, [$1]; cvt.u32.u16 $0, t;}", self._at(row, offset))
-
-    def load_4(self, row: ir.Value, offset: Word) -> list[Word]:
-        """Four words at a 16-byte boundary, not kept in L1."""
-        text = "ld.global.nc.L1::no_allocate.v4.b32 {$0,$1,$2,$3}, [$4];"
-        return [Word(x) for x in utils.inline_ptx(text, self._at(row, offset), result_types=(_i32(),) * 4)]
-
     def store(self, row: ir.Value, offset: Word, value: Word | int) -> None:
         _effect("st.global.b32 [$0], $1;", self._at(row, offset), _raw(value))
+
+    # Copies of contiguous bytes from global to shared memory by the copy engine, each ending a phase of an 8-byte
+    # barrier in shared memory. Phases count from 0.
+
+    def copies_begin(self, barrier: Word, count: int) -> None:
+        """Run by one thread before the first copy: prepares `count` neighbouring barriers."""
+        for i in range(count):
+            _effect(f"mbarrier.init.shared.b64 [$0+{8 * i}], 1;", barrier)
+        _effect("fence.mbarrier_init.release.cluster;")
+        _effect("fence.proxy.async.shared::cta;")
+
+    def copy_start(self, target: Word, row: ir.Value, offset: Word, size: Word, barrier: Word) -> None:
+        """Run by one thread. Addresses and size are multiples of 16 bytes; all threads are done with the target."""
+        _effect("mbarrier.arrive.expect_tx.shared.b64 _, [$0], $1;", barrier, size)
+        text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
+        _effect(text, target, self._at(row, offset), size, barrier)
+
+    def copy_wait(self, barrier: Word, phase: Word) -> None:
+        """Until the phase has ended; only the lowest bit of its number matters. For all threads that read the copy."""
+        text = (
+            "{.reg .pred p;\n wait_${:uid}:\n mbarrier.try_wait.parity.shared.b64 p, [$0], $1;\n"
+            " @!p bra wait_${:uid};\n}"
+        )
+        _effect(text, barrier, phase & 1, convergent=True)
 
     # Control
 

@@ -1,21 +1,20 @@
 """How the GPU kernel divides a top-k among blocks and threads."""
 
-from pallas_kernels.topk.gpu_program import Plan
+from pallas_kernels.topk.gpu_plan import Plan
 
-MAX_K = 2048  # positions of the list that can move at once, see TopK._cut
+MAX_K = 2048
 MAX_WIDTH = 1 << 24
 MULTIPROCESSORS = 132
 MAX_BLOCKS = (1 << 31) - 1
 
 
-def problem(rows: int, width: int, k: int, itemsize: int) -> str | None:
+def problem(rows: int, width: int, k: int) -> str | None:
     """Why there is no plan; None if there is."""
-    del itemsize
     if k > MAX_K:
         return f"k = {k} is more than {MAX_K}"
     if width > MAX_WIDTH:
         return f"rows of {width} scores are longer than {MAX_WIDTH}"
-    if rows * -(-width // 1024) > MAX_BLOCKS:
+    if rows > MAX_BLOCKS // (2 * MULTIPROCESSORS):
         return f"{rows} rows are too many"
     return None
 
@@ -30,56 +29,64 @@ def plans(rows: int, width: int, k: int, itemsize: int) -> tuple[Plan, Plan | No
     """
     splits = _splits(rows, width, k)
     if splits == 1:
-        return _plan(width, k, itemsize, part=width), None
+        return plan(width, k, itemsize), None
     vector = 16 // itemsize
     part = -(-width // (splits * vector)) * vector
     splits = -(-width // part)
     slots = 2 * k + -2 * k % 4
-    first = _plan(width, k, itemsize, part=part, splits=splits, slots=slots, values=True)
-    return first, _plan(splits * slots, k, 4, part=splits * slots, mapped=True)
+    first = plan(width, k, itemsize, part=part, splits=splits, slots=slots, values=True)
+    return first, plan(splits * slots, k, 4, mapped=True)
 
 
 def _splits(rows: int, width: int, k: int) -> int:
     """Parts of a row: enough to occupy the device, as long as each part is much longer than what it keeps."""
+    if width <= 16384:
+        return 1
     wanted = -(-2 * MULTIPROCESSORS // rows)
     return max(1, min(wanted, width // max(8192, 8 * k)))
 
 
-def _plan(width, k, itemsize, *, part, splits=1, slots=None, values=False, mapped=False) -> Plan:
-    vector = 16 // itemsize
+def plan(width: int, k: int, itemsize: int, **changes) -> Plan:
+    """One launch; `changes` are attributes of the plan that this does not decide."""
+    per_vector = 16 // itemsize
+    part = changes.setdefault("part", width)
     threads, vectors = 128, 1
-    while threads * vectors * vector < part and threads * vectors * vector < 16384:
-        if threads * vectors * vector < 1024 or (vectors * vector >= 16 and threads < 512):
-            if vectors * vector < 16:
-                vectors *= 2
-            else:
-                threads *= 2
-        elif vectors * vector < 32 and (threads == 512 or vectors * vector < 16):
+    longest = 16384 if part <= 16384 else 8192 * 4 // itemsize
+    while threads * vectors * per_vector < min(part, longest):
+        if vectors < 8:
             vectors *= 2
         else:
-            break
-    tile = threads * vectors * vector
-    piece = threads * vector
-    # maxima of `group` words each: at least 2 k of them, each over at least two scores
-    words = threads * vectors * 4
-    per_word = vector // 4
-    group = 4 * vectors
-    while group > 1 and words // group * per_word < 4 * k:
-        group //= 2
-    if (group == 1 and per_word == 1) or words // group * per_word < 2 * k:
-        group = 0
-    capacity = max(k + 2 * piece, 4 * k, 4096) if group or part > tile else max(tile, k + piece)
-    return Plan(
-        k=k,
-        width=width,
-        itemsize=itemsize,
-        threads=threads,
-        vectors=vectors,
-        group=group,
-        capacity=capacity,
-        splits=splits,
-        part=part,
-        slots=k if slots is None else slots,
-        values=values,
-        mapped=mapped,
-    )
+            threads *= 2
+    tile, piece = threads * vectors * per_vector, threads * per_vector
+    group = _group(vectors * 4, threads, k, per_vector // 4)
+    if group or part > tile:
+        capacity = max(2 * k, k + 2 * piece, 2048)
+    else:
+        capacity = max(tile, k + 2 * piece)
+    values = {
+        "k": k,
+        "width": width,
+        "itemsize": itemsize,
+        "threads": threads,
+        "vectors": vectors,
+        "group": group,
+        "bins": max(1024, 1 << (k - 1).bit_length()),
+        "capacity": capacity,
+        "buffers": 2 if part > tile else 1,
+        "splits": 1,
+        "slots": k,
+        "values": False,
+        "mapped": False,
+    }
+    return Plan(**(values | changes))
+
+
+def _group(words: int, threads: int, k: int, per_word: int) -> int:
+    """Words under one maximum: 4 k maxima if that can be, not fewer than 2 k, and at least two scores each."""
+    for least in (4 * k, 2 * k):
+        group = words
+        while group > 1 and words // group * threads * per_word < least:
+            group //= 2
+        if words // group * threads * per_word >= least and (group > 1 or per_word > 1):
+            return group
+    return 0

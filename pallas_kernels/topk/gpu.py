@@ -5,7 +5,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.compat import gpu_problem
 from pallas_kernels.topk import block_sizes
-from pallas_kernels.topk.gpu_program import Arrays, Plan, TopK
+from pallas_kernels.topk.gpu_plan import Plan
+from pallas_kernels.topk.gpu_program import Arrays, TopK
 
 
 def problem(scores: jax.Array, k: int, *, lengths: jax.Array | None = None) -> str | None:
@@ -13,7 +14,7 @@ def problem(scores: jax.Array, k: int, *, lengths: jax.Array | None = None) -> s
     del lengths
     if (reason := gpu_problem()) is not None:
         return reason
-    return block_sizes.problem(*scores.shape, k, scores.dtype.itemsize)
+    return block_sizes.problem(*scores.shape, k)
 
 
 def topk(scores: jax.Array, k: int, *, lengths: jax.Array | None = None) -> jax.Array:
@@ -58,6 +59,7 @@ def _launch(plan: Plan, scores: jax.Array, lengths: jax.Array | None, mapping: j
 
         program(*refs)
 
+    body.__name__ = "topk_parts" if plan.splits > 1 else "topk_merge" if plan.mapped else "topk"
     kernel = plgpu.kernel(
         body,
         out_type=outputs,

@@ -1,83 +1,23 @@
 """What a block of the GPU kernel does: exact top-k of one part of one row, reading it once.
 
-The part is read in tiles. A threshold, always a lower bound of the k-th best score, keeps most of a tile away; the
-positions of the scores above it are appended to a list in shared memory.
+The part comes in tiles, copied to shared memory ahead of time. A threshold, always a lower bound of the k-th best
+score, keeps most of a tile away; positions and keys of the scores above it are appended to a list in shared memory.
 
 - The first tile's threshold: the k-th largest of the maxima of small groups of its scores (k groups have a maximum
   that large, so k scores are), rounded down to an edge of a histogram.
 - A tile that does not fit into the list any more is appended vector by vector; whenever the list is nearly full it is
   cut down to its k best, and their smallest becomes the threshold. So nothing depends on the scores being random:
-  a row in ascending order costs more passes over the list and no other answer.
+  a row in ascending order costs more passes over the list and gives the same answer.
 - At the end the k best of the list are taken.
-
-Keys: the bits of a float32 mapped to unsigned integers in the same order. The k-th largest key of a list is found by
-histograms of 2,048 bins over the range that still contains it, at most three of them.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
-BINS = 2048
+from pallas_kernels.topk.gpu_list import LOWEST_KEY, NOTHING, Keys, ScoreList, fold
+from pallas_kernels.topk.gpu_plan import COPIES, COUNT, TAKEN, TIES, Plan
+
 NEGATIVE_INFINITY = 0xFF800000  # bits
-LOWEST_KEY = 0x007FFFFF  # of -inf
-NOTHING = 0xFFFFFFFF
-
-# Words of shared memory behind the lists
-(COUNT, TAKEN, TIES, HOLES, MOVERS, LOW, HIGH, BITS, BIN, ABOVE, INSIDE) = range(11)
-WARP_SUMS = 16
-STATE_WORDS = 48
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """One launch.
-
-    Attributes:
-      k: positions to take.
-      width: elements of a row of scores, a multiple of 16 bytes.
-      itemsize: 4 (float32) or 2 (bfloat16).
-      threads: of a block.
-      vectors: 16-byte pieces of a tile that a thread reads, at most 32 elements.
-      group: words whose maximum is one sample of the first threshold; 0: no first threshold.
-      capacity: positions that the list holds.
-      splits: parts of a row.
-      part: elements of a part, a multiple of 16 bytes.
-      slots: results of a part. More than k: a part whose list is that short is written as it is.
-      values: the results' scores are written too.
-      mapped: the results are looked up in a row of ids.
-    """
-
-    k: int
-    width: int
-    itemsize: int
-    threads: int
-    vectors: int
-    group: int
-    capacity: int
-    splits: int
-    part: int
-    slots: int
-    values: bool
-    mapped: bool
-
-    @property
-    def per_vector(self) -> int:
-        """Elements of 16 bytes."""
-        return 16 // self.itemsize
-
-    @property
-    def tile(self) -> int:
-        return self.threads * self.vectors * self.per_vector
-
-    @property
-    def piece(self) -> int:
-        """Elements of a tile that are appended at once when it does not fit as a whole."""
-        return self.threads * self.per_vector
-
-    @property
-    def shared_words(self) -> int:
-        return BINS + 2 * self.capacity + STATE_WORDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,14 +43,12 @@ class TopK:
     """The program; `run` is called once."""
 
     def __init__(self, simt, plan: Plan, arrays: Arrays, shared: Any):
-        self.s, self.plan, self.arrays = simt, plan, arrays
-        self.bins = simt.shared(shared)  # at a 16-byte boundary
-        self.ids = self.bins + 4 * BINS
-        self.keys = self.ids + 4 * plan.capacity
-        self.state = self.keys + 4 * plan.capacity
+        self.s, self.plan, self.arrays, self.keys = simt, plan, arrays, Keys(simt)
+        self.buffers = simt.shared(shared)  # at a 16-byte boundary
+        self.tile_bytes = plan.tile * plan.itemsize
+        self.list = ScoreList(simt, plan, self.buffers + plan.buffers * self.tile_bytes)
+        self.copies = self.list.state + 4 * COPIES
         self.thread = simt.thread()
-        self.lane = self.thread & 31
-        self.warp = self.thread >> 5
 
     def run(self) -> None:
         s, plan = self.s, self.plan
@@ -122,205 +60,161 @@ class TopK:
             length = s.load(s.row(self.arrays.lengths, row, 4), s.const(0))
             length = s.min(s.select(length >= 0x80000000, 0, length), plan.width)
         self.row, self.scores = row, s.row(self.arrays.scores, row, plan.width * plan.itemsize)
-        self.end = s.min(start + plan.part, length)
-        self._clear()
-        threshold, count = s.for_range(
-            start, self.end, plan.tile, (s.const(LOWEST_KEY), s.const(0)), lambda at, *c: self._tile(start, at, *c)
-        )
-        del threshold
+        self.start, self.end = start, s.min(start + plan.part, length)
+        self.list.clear()
+        s.barrier()
+        with s.when(self.thread == 0):
+            s.copies_begin(self.copies, plan.buffers)
+        for i in range(plan.buffers):
+            self._copy(start + i * plan.tile, s.const(i))
+        s.barrier()
+        state = (s.const(LOWEST_KEY), s.const(0), s.const(0))
+        _, count, _ = s.for_range(start, self.end, plan.tile, state, self._tile)
         self._write(block, count)
 
-    def _clear(self) -> None:
-        s = self.s
-        self._clear_bins()
-        with s.when(self.thread < STATE_WORDS):
-            initial = s.select((self.thread == LOW) | (self.thread == BIN), NOTHING, 0)
-            s.store_shared(self.state + self.thread * 4, initial)
-        s.barrier()
+    # Tiles
 
-    def _clear_bins(self) -> None:
-        s, own = self.s, BINS // self.plan.threads
-        zero = s.const(0)
-        for i in range(0, own, 4):
-            if own >= 4:
-                s.store_shared_4(self.bins + self.thread * (4 * own), [zero] * 4, 4 * i)
-        if own < 4:
-            for i in range(own):
-                s.store_shared(self.bins + self.thread * (4 * own), 0, 4 * i)
-
-    # Reading
-
-    def _position(self, at, vector: int):
-        """Of a vector's first element."""
-        return at + (self.thread + vector * self.plan.threads) * self.plan.per_vector
-
-    def _read_tile(self, at) -> list:
+    def _copy(self, at, number) -> None:
+        """Starts the copy of a tile, if there is one at this place."""
         s, plan = self.s, self.plan
+        buffer = number & (plan.buffers - 1)
+        elements = s.min(self.end - at, plan.tile) + (plan.per_vector - 1) & (NOTHING - (plan.per_vector - 1))
+        # `at < end`, also where the difference of the two wraps
+        with s.when((self.thread == 0) & (at < self.end)):
+            s.copy_start(
+                self.buffers + buffer * self.tile_bytes,
+                self.scores,
+                at * plan.itemsize,
+                elements * plan.itemsize,
+                self.copies + buffer * 8,
+            )
 
-        def whole():
-            return [
-                word
-                for v in range(plan.vectors)
-                for word in s.load_4(self.scores, self._position(at, v) * plan.itemsize)
-            ]
-
-        def last():
-            words = []
-            for v in range(plan.vectors):
-                position = self._position(at, v)
-                lowest = s.const(NEGATIVE_INFINITY if plan.itemsize == 4 else 0xFF80FF80)
-                absent = [lowest] * 4
-                vector = s.if_else(
-                    position < self.end,
-                    4,
-                    lambda p=position: s.load_4(self.scores, p * plan.itemsize),
-                    lambda a=absent: a,
-                )
-                words += [self._hide(position, i, word, lowest) for i, word in enumerate(vector)]
-            return words
-
-        return s.if_else(at + plan.tile <= self.end, 4 * plan.vectors, whole, last)
-
-    def _hide(self, position, i: int, word, lowest):
-        """Word i of a vector, with -inf for elements at and after the end."""
-        s = self.s
-        if self.plan.itemsize == 4:
-            return s.select(position + i < self.end, word, lowest)
-        half = s.select(position + 2 * i < self.end, (word & 0xFFFF) | (lowest & 0xFFFF0000), lowest)
-        return s.select(position + (2 * i + 1) < self.end, word, half)
-
-    def _element(self, position):
-        """Bits of one element as a float32, -0 as +0."""
-        s = self.s
-        if self.plan.itemsize == 4:
-            return s.positive_zero(s.load(self.scores, position * 4))
-        return s.positive_zero(s.load_u16(self.scores, position * 2) << 16)
-
-    def _key(self, bits):
-        return bits ^ (self.s.sign_mask(bits) | 0x80000000)
-
-    def _bits(self, key):
-        """The float32 of a key."""
-        return self.s.select(key >= 0x80000000, key ^ 0x80000000, key ^ NOTHING)
-
-    def _below(self, key):
-        """A threshold that lets this key and all above it pass: scores are compared as floats, where -0 equals +0."""
-        s = self.s
-        below = s.select(key == 0x80000000, s.const(0x7FFFFFFE), key - 1)
-        return s.max(below, LOWEST_KEY)
-
-    # Appending a tile
-
-    def _tile(self, start, at, threshold, count):
+    def _tile(self, at, threshold, count, number):
         s, plan = self.s, self.plan
-        words = self._read_tile(at)
+        buffer = number & (plan.buffers - 1)
+        base = self.buffers + buffer * self.tile_bytes
+        s.copy_wait(self.copies + buffer * 8, number >> (plan.buffers - 1))
+        with s.when(at + plan.tile > self.end):
+            self._hide_rest(base, self.end - at)
+            s.barrier()
+        thread = base + self.thread * 16
+        words = [w for v in range(plan.vectors) for w in s.load_shared_4(thread, v * plan.threads * 16)]
         if plan.group:
-            (threshold,) = s.if_else(at == start, 1, lambda: [self._first_threshold(words)], lambda: [threshold])
-        mask = self._above(words, threshold)
-        place = self._reserve(mask)
+            (threshold,) = s.if_else(at == self.start, 1, lambda: [self._first_threshold(words)], lambda: [threshold])
+        masks = self._above(words, threshold)
+        place = self._reserve(masks)
         s.barrier()
-        total = s.load_shared(self.state, 4 * COUNT)
+        total = self.list.get(COUNT)
 
         def fits():
-            self._append(at, mask, place)
+            after = place
+            for m, mask in enumerate(masks):
+                after = self._append(at, base, m, mask, after)
             return threshold, total
 
-        out = s.if_else(
-            total <= plan.capacity, 2, fits, lambda: self._append_in_pieces(at, words, mask, threshold, count)
+        threshold, count = s.if_else(
+            total <= plan.capacity, 2, fits, lambda: self._append_in_pieces(at, base, words, masks, threshold, count)
         )
         s.barrier()
-        return out
+        self._copy(at + plan.buffers * plan.tile, number)
+        return threshold, count, number + 1
 
-    def _above(self, words, threshold):
-        """A bit for each element that is above the threshold. Bit b of a float32 tile: word b. Of a bfloat16 tile:
-        bit b < 16 the lower element of word b, bit 16 + b the upper one."""
-        s = self.s
-        mask = s.const(0)
+    def _hide_rest(self, base, elements) -> None:
+        """Puts -inf behind the first elements of a tile."""
+        s, plan = self.s, self.plan
+
+        def word(i):
+            s.store_shared(base + i * 4, NEGATIVE_INFINITY if plan.itemsize == 4 else 0xFF80FF80)
+            return ()
+
+        if plan.itemsize == 2:
+            with s.when((self.thread == 0) & (elements & 1 != 0)):
+                s.store_shared_u16(base + elements * 2, s.const(0xFF80))
+            elements = (elements + 1) >> 1
+        s.for_range(elements + self.thread, self.tile_bytes // 4, plan.threads, (), word)
+
+    def _above(self, words, threshold) -> list:
+        """Masks with a bit for each element that is above the threshold.
+
+        Bit b of a float32 mask: word b. Of a bfloat16 mask: bit b the lower element of word b, bit 16 + b the upper.
+        """
+        s, size = self.s, self.plan.mask_vectors * 4
         if self.plan.itemsize == 4:
-            limit = self._bits(threshold)
-            for b, word in enumerate(words):
-                mask = mask | s.select(s.float_greater(word, limit), 1 << b, 0)
-            return mask
-        # the largest bfloat16 that is not above the threshold bounds bfloat16 scores in the same way
-        negative = ((threshold + 1) & 0xFFFF0000) - 1
-        limit = self._bits(s.select(threshold >= 0x80000000, threshold & 0xFFFF0000, negative))
-        limit = limit | limit >> 16
-        for b, word in enumerate(words):
-            above = s.pair_greater(word, limit)
-            mask = mask | ((above >> (7 - b) if b < 8 else above << (b - 7)) & (0x00010001 << b))
-        return mask
+            limit = self.keys.bits(threshold)
+            bits = [s.select(s.float_greater(word, limit), 1 << i % size, 0) for i, word in enumerate(words)]
+        else:
+            # the largest bfloat16 that is not above the threshold bounds bfloat16 scores in the same way
+            negative = ((threshold + 1) & 0xFFFF0000) - 1
+            limit = self.keys.bits(s.select(threshold >= 0x80000000, threshold & 0xFFFF0000, negative))
+            limit = limit | limit >> 16
+            bits = []
+            for i, word in enumerate(words):
+                above, b = s.pair_greater(word, limit), i % size
+                bits.append((above >> (7 - b) if b < 8 else above << (b - 7)) & (0x00010001 << b))
+        return [fold(lambda a, b: a | b, bits[i : i + size]) for i in range(0, len(bits), size)]
 
-    def _element_of_bit(self, at, bit):
-        """Position of the element that a bit of the mask stands for."""
-        plan = self.plan
-        word = bit & 15 if plan.itemsize == 2 else bit
-        within = (word & 3) * 2 + (bit >> 4) if plan.itemsize == 2 else word & 3
-        return at + (self.thread + (word >> 2) * plan.threads) * plan.per_vector + within
+    # Appending
 
-    def _reserve(self, mask):
-        """Room in the list for the bits of a warp: the place of its first one."""
+    def _reserve(self, masks):
+        """Room in the list for the bits of a warp's masks: the place of the first one."""
         s = self.s
-        found = s.warp_reduce(s.popcount(mask), "add")
-        return self._fetch_add(COUNT, found)
+        found = fold(lambda a, b: a + b, [s.popcount(mask) for mask in masks])
+        return self.list.fetch_add(COUNT, s.warp_reduce(found, "add"))
 
-    def _fetch_add(self, which: int, amount):
-        """One lane adds for its warp; what was there goes to all lanes."""
-        s = self.s
-        (old,) = s.if_else(
-            (self.lane == 0) & (amount != 0),
-            1,
-            lambda: [s.fetch_add_shared(self.state, amount, 4 * which)],
-            lambda: [s.const(0)],
-        )
-        return s.from_lane(old, 0)
-
-    def _append(self, at, mask, place) -> None:
-        """Writes the positions of a warp's bits to the list from `place` on, which the warp has reserved."""
-        s = self.s
+    def _append(self, at, base, m: int, mask, place):
+        """Lists the bits of a warp's mask number m from `place` on, which the warp has reserved; the place behind."""
+        s, plan = self.s, self.plan
         below = s.lanes_below()
-
-        def some(left, place, lanes):
-            del left, place
-            return lanes != 0
+        first = (self.thread + m * plan.mask_vectors * plan.threads) * plan.per_vector
 
         def body(left, place, lanes):
             with s.when(left != 0):
-                slot = place + s.popcount(lanes & below)
-                s.store_shared(self.ids + slot * 4, self._element_of_bit(at, s.trailing_zeros(left)))
+                bit = s.trailing_zeros(left)
+                word = bit & 15 if plan.itemsize == 2 else bit
+                within = (word & 3) * 2 + (bit >> 4) if plan.itemsize == 2 else word & 3
+                element = first + (word >> 2) * plan.piece + within
+                slot = (place + s.popcount(lanes & below)) * 4
+                s.store_shared(self.list.ids + slot, at + element)
+                if plan.itemsize == 4:
+                    value = s.load_shared(base + element * 4)
+                else:
+                    value = s.load_shared_u16(base + element * 2) << 16
+                s.store_shared(self.list.keys + slot, self.keys.of(s.positive_zero(value)))
             left = left & (left - 1)
             return left, place + s.popcount(lanes), s.ballot(left != 0)
 
-        s.while_loop((mask, place, s.ballot(mask != 0)), some, body)
+        start = (mask, place, s.ballot(mask != 0))
+        _, place, _ = s.while_loop(start, lambda left, place, lanes: lanes != 0, body)
+        return place
 
-    def _append_in_pieces(self, at, words, mask, threshold, count):
+    def _append_in_pieces(self, at, base, words, masks, threshold, count):
+        """For a tile that the list may have no room for; returns the new threshold and count."""
         s, plan = self.s, self.plan
-        bits = 0xF if plan.itemsize == 4 else 0x000F000F
         s.barrier()
-        self._set(COUNT, count)
+        self.list.put(COUNT, count)
         s.barrier()
+        one = 0xF if plan.itemsize == 4 else 0x000F000F
 
-        def piece(i, threshold, count, mask):
+        def piece(m, i, threshold, count, *masks):
             def cut():
-                new = self._cut(count)
-                return new, s.const(plan.k), mask & self._above(words, new)
+                new = self.list.cut(count)
+                return new, s.const(plan.k), *(a & b for a, b in zip(masks, self._above(words, new), strict=True))
 
             full = count > plan.capacity - plan.piece
-            threshold, count, mask = s.if_else(full, 3, cut, lambda: (threshold, count, mask))
-            now = mask & (s.const(bits) << (i * 4))
-            self._append(at, now, self._reserve(now))
+            threshold, count, *masks = s.if_else(full, 2 + len(masks), cut, lambda: (threshold, count, *masks))
+            now = masks[m] & (s.const(one) << (i * 4))
+            self._append(at, base, m, now, self._reserve([now]))
             s.barrier()
-            count = s.load_shared(self.state, 4 * COUNT)
+            count = self.list.get(COUNT)
             s.barrier()
-            return threshold, count, mask
+            return threshold, count, *masks
 
-        threshold, count, _ = s.for_range(0, plan.vectors, 1, (threshold, count, mask), piece)
-        return threshold, count
+        state = (threshold, count, *masks)
+        for m in range(len(masks)):
+            state = s.for_range(0, plan.mask_vectors, 1, state, lambda i, *state, m=m: piece(m, i, *state))
+        return state[:2]
 
-    def _set(self, which: int, value) -> None:
-        with self.s.when(self.thread == 0):
-            self.s.store_shared(self.state, value, 4 * which)
-
-    # Thresholds
+    # The first threshold
 
     def _first_threshold(self, words):
         """A lower bound of the k-th best score of a tile, from the maxima of groups of its scores."""
@@ -329,188 +223,21 @@ class TopK:
         for i in range(0, len(words), plan.group):
             group = words[i : i + plan.group]
             if plan.itemsize == 4:
-                maxima.append(_fold(s.float_max, group))
+                maxima.append(fold(s.float_max, group))
             else:
-                pair = _fold(s.pair_max, group)
+                pair = fold(s.pair_max, group)
                 maxima += [pair << 16, pair & 0xFFFF0000]
         lowest = s.const(NEGATIVE_INFINITY)
-        keys = []
-        for x in maxima:
-            keys.append(s.select(s.float_greater(x, lowest), self._key(s.positive_zero(x)), 0))
-        low = _fold(s.min, [s.select(key == 0, NOTHING, key) for key in keys])
-        low, high, _ = self._range(low, _fold(s.max, keys), None)
-        shift = self._shift(high - low)
+        keys = [s.select(s.float_greater(x, lowest), self.keys.of(s.positive_zero(x)), 0) for x in maxima]
+        low = fold(s.min, [s.select(key == 0, NOTHING, key) for key in keys])
+        low, high, _ = self.list.range(low, fold(s.max, keys))
+        shift = self.list.shift(high - low)
         for key in keys:
             with s.when(key >= low):
-                s.reduce_shared(self.bins + ((high - key) >> shift) * 4, 1, "add")
-        found, _, _ = self._find_bin(s.const(plan.k))
-        edge, _ = self._edges(low, high, shift, found)
-        return s.select(found == NOTHING, s.const(LOWEST_KEY), self._below(edge))
-
-    def _range(self, low, high, bits):
-        """The block's smallest and largest key, and all bits that are set somewhere."""
-        s = self.s
-        low, high = s.warp_reduce(low, "min"), s.warp_reduce(high, "max")
-        bits = None if bits is None else s.warp_reduce(bits, "or")
-        with s.when(self.lane == 0):
-            s.reduce_shared(self.state, low, "min", 4 * LOW)
-            s.reduce_shared(self.state, high, "max", 4 * HIGH)
-            if bits is not None:
-                s.reduce_shared(self.state, bits, "or", 4 * BITS)
-        s.barrier()
-        return tuple(s.load_shared(self.state, 4 * which) for which in (LOW, HIGH, BITS))
-
-    def _shift(self, span):
-        """Bits to drop so that a span has at most BINS values."""
-        zeros = self.s.min(self.s.leading_zeros(span), 21)
-        return self.s.const(21) - zeros
-
-    def _edges(self, low, high, shift, found):
-        """Smallest and largest key of a bin; bin 0 ends at `high`."""
-        s = self.s
-        top = high - (found << shift)
-        return top - s.min(top - low, (s.const(1) << shift) - 1), top
-
-    def _find_bin(self, need):
-        """The bin that holds the key of rank `need`, how many keys are in the bins before it, and how many in it.
-
-        Bins count from the largest keys. If there are fewer than `need` keys, the bin is NOTHING. Leaves the bins
-        empty and the range reset.
-        """
-        s, own = self.s, BINS // self.plan.threads
-        s.barrier()
-        base = self.bins + self.thread * (4 * own)
-        if own >= 4:
-            counts = [x for i in range(0, own, 4) for x in s.load_shared_4(base, 4 * i)]
-        else:
-            counts = [s.load_shared(base, 4 * i) for i in range(own)]
-        self._clear_bins()
-        total = _fold(lambda a, b: a + b, counts)
-        through = s.running_sum(total)
-        with s.when(self.lane == 31):
-            s.store_shared(self.state + (self.warp + WARP_SUMS) * 4, through)
-        with s.when(self.thread == 0):
-            s.store_shared(self.state, NOTHING, 4 * LOW)
-            s.store_shared(self.state, NOTHING, 4 * BIN)
-            s.store_shared(self.state, 0, 4 * HIGH)
-            s.store_shared(self.state, 0, 4 * BITS)
-        s.barrier()
-        lower = s.select(self.lane < self.warp, s.load_shared(self.state + (self.lane + WARP_SUMS) * 4), 0)
-        through = through + s.warp_reduce(lower, "add")
-        before = through - total
-        with s.when((before < need) & (need <= through)):
-            passed, above, inside = s.const(0), before, counts[0]
-            for i in range(1, own):
-                further = above + inside < need
-                passed = s.select(further, s.const(i), passed)
-                above = s.select(further, above + inside, above)
-                inside = s.select(further, counts[i], inside)
-            s.store_shared(self.state, self.thread * own + passed, 4 * BIN)
-            s.store_shared(self.state, above, 4 * ABOVE)
-            s.store_shared(self.state, inside, 4 * INSIDE)
-        s.barrier()
-        return tuple(s.load_shared(self.state, 4 * which) for which in (BIN, ABOVE, INSIDE))
-
-    # The k best of the list
-
-    def _find_kth(self, count):
-        """Where the k-th best of more than k listed scores lies, by keys without the low bits that no score uses.
-
-        Returns (low, high, need, unused bits): all keys above `high` are among the k best, and `need` of those from
-        low to high, any of them.
-        """
-        s, plan = self.s, self.plan
-
-        def read(i, low, high, bits):
-            x = self._element(s.load_shared(self.ids + i * 4))
-            key = self._key(x)
-            s.store_shared(self.keys + i * 4, key)
-            return s.min(low, key), s.max(high, key), bits | x
-
-        start = (s.const(NOTHING), s.const(0), s.const(0))
-        low, high, bits = self._range(*s.for_range(self.thread, count, plan.threads, start, read))
-        unused = s.min(s.trailing_zeros(bits), 31)
-        low, high = low >> unused, high >> unused
-
-        def narrow(low, high, need, done):
-            del done
-            shift = self._shift(high - low)
-
-            def tally(i):
-                key = s.load_shared(self.keys + i * 4) >> unused
-                with s.when((key >= low) & (key <= high)):
-                    s.reduce_shared(self.bins + ((high - key) >> shift) * 4, 1, "add")
-                return ()
-
-            s.for_range(self.thread, count, plan.threads, (), tally)
-            found, above, inside = self._find_bin(need)
-            low, high = self._edges(low, high, shift, found)
-            need = need - above
-            return low, high, need, s.select((inside == need) | (shift == 0), s.const(1), 0)
-
-        done = s.select(low == high, s.const(1), 0)
-        low, high, need, _ = s.while_loop(
-            (low, high, s.const(plan.k), done), lambda low, high, need, done: done == 0, narrow
-        )
-        return low, high, need, unused
-
-    def _for_listed(self, count, kth, body: Callable) -> None:
-        """body(i, is it there, is it one of the k best) for the entries of the list, whole warps at a time."""
-        s, plan = self.s, self.plan
-        low, high, need, unused = kth
-        below = s.lanes_below()
-
-        def step(first):
-            i = first + self.thread
-            there = i < count
-            key = s.load_shared(self.keys + s.min(i, count - 1) * 4) >> unused
-            tie = there & (key >= low) & (key <= high)
-            ties = s.ballot(tie)
-            rank = self._fetch_add(TIES, s.popcount(ties)) + s.popcount(ties & below)
-            body(i, there, there & (key > high) | tie & (rank < need))
-            return ()
-
-        s.for_range(0, count, plan.threads, (), step)
-
-    def _place(self, which: int, flag):
-        """Numbers the threads of the block whose flag is set."""
-        s = self.s
-        lanes = s.ballot(flag)
-        return self._fetch_add(which, s.popcount(lanes)) + s.popcount(lanes & s.lanes_below())
-
-    def _cut(self, count):
-        """Cuts the list down to its k best; returns the threshold for scores to come."""
-        s, plan = self.s, self.plan
-        kth = low, high, _, unused = self._find_kth(count)
-        holes, movers = self.bins, self.bins + 2 * BINS  # 16-bit numbers, in the memory of the empty histogram
-
-        def sort_out(i, there, best):
-            hole = there & (i < plan.k) & ~best
-            mover = best & (i >= plan.k)
-            for which, flag, numbers in ((HOLES, hole, holes), (MOVERS, mover, movers)):
-                place = self._place(which, flag)
-                with s.when(flag):
-                    s.store_shared_u16(numbers + place * 2, i)
-
-        self._for_listed(count, kth, sort_out)
-        s.barrier()
-
-        def move(j):
-            source = s.load_shared_u16(movers + j * 2)
-            target = s.load_shared_u16(holes + j * 2)
-            s.store_shared(self.ids + target * 4, s.load_shared(self.ids + source * 4))
-            return ()
-
-        s.for_range(self.thread, s.load_shared(self.state, 4 * HOLES), plan.threads, (), move)
-        s.barrier()
-        self._clear_bins()
-        self._set(COUNT, s.const(plan.k))
-        for which in (TIES, HOLES, MOVERS):
-            self._set(which, s.const(0))
-        s.barrier()
-        low = low << unused
-        exact = low | s.select(low >= 0x80000000, s.const(0), (s.const(1) << unused) - 1)
-        return s.select(low == high << unused, exact, self._below(low))
+                self.list.tally(key, high, shift)
+        found, _, _ = self.list.find_bin(s.const(plan.k))
+        edge, _ = self.list.edges(low, high, shift, found)
+        return s.select(found == NOTHING, s.const(LOWEST_KEY), self.keys.below(edge))
 
     # Results
 
@@ -520,25 +247,15 @@ class TopK:
         out_values = s.row(self.arrays.values, block, 4 * plan.slots) if plan.values else None
         mapping = s.row(self.arrays.mapping, self.row, 4 * plan.width) if plan.mapped else None
 
-        def put(place, i):
-            position = s.load_shared(self.ids + i * 4)
+        def put(place, i, key):
+            position = s.load_shared(self.list.ids + i * 4)
             if plan.values:
-                s.store(out_values, place * 4, self._element(position))
+                s.store(out_values, place * 4, self.keys.bits(key))
             s.store(out_ids, place * 4, s.load(mapping, position * 4) if plan.mapped else position)
-
-        def best():
-            def take(i, there, best):
-                del there
-                place = self._place(TAKEN, best)
-                with s.when(best):
-                    put(place, i)
-
-            self._for_listed(count, self._find_kth(count), take)
-            return [s.const(plan.k)]
 
         def everything():
             def each(i):
-                put(i, i)
+                put(i, i, self.list.key(i))
                 return ()
 
             s.for_range(self.thread, count, plan.threads, (), each)
@@ -550,12 +267,33 @@ class TopK:
                 s.store(out_values, i * 4, NEGATIVE_INFINITY)
             return ()
 
-        (written,) = s.if_else(count > plan.slots, 1, best, everything)
+        (written,) = s.if_else(count > plan.slots, 1, lambda: self._write_best(count, put), everything)
         s.for_range(written + self.thread, plan.slots, plan.threads, (), pad)
 
+    def _write_best(self, count, put):
+        """Writes the k best of more than k: those certainly taken from place 0 on, ties behind them."""
+        s, plan = self.s, self.plan
+        low, high, need, _ = self.list.find_kth(count)
+        below = s.lanes_below()
 
-def _fold(combine: Callable, items: list):
-    """Combines neighbours until one is left."""
-    while len(items) > 1:
-        items = [combine(*items[i : i + 2]) if i + 1 < len(items) else items[i] for i in range(0, len(items), 2)]
-    return items[0]
+        def tell(i, found):
+            return [found + s.select(self.list.key(i) > high, s.const(1), 0)]
+
+        (found,) = s.for_range(self.thread, count, plan.threads, [s.const(0)], tell)
+        place = self.list.fetch_add(TAKEN, s.warp_reduce(found, "add"))
+
+        def take(first, place):
+            i = first + self.thread
+            key = s.select(i < count, self.list.key(s.min(i, count - 1)), 0)
+            best = key > high
+            lanes = s.ballot(best)
+            with s.when(best):
+                put(place + s.popcount(lanes & below), i, key)
+            with s.when(~best & (key >= low)):
+                rank = s.fetch_add_shared(self.list.state, s.const(1), 4 * TIES)
+                with s.when(rank < need):
+                    put(rank - need + plan.k, i, key)
+            return [place + s.popcount(lanes)]
+
+        s.for_range(0, count, plan.threads, [place], take)
+        return [s.const(plan.k)]

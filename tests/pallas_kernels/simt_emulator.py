@@ -115,6 +115,8 @@ class Emulator:
         return self._warps(x).cumsum(1).astype(_U32).reshape(-1)
 
     def barrier(self):
+        if not self.mask.any():
+            return
         assert self.mask.all(), "a barrier that not all threads reach"
         self.epoch += 1
 
@@ -209,10 +211,6 @@ class Emulator:
         data, at = self._bytes(row, offset, _U32)
         return data[at]
 
-    def load_u16(self, row, offset):
-        data, at = self._bytes(row, offset, np.uint16)
-        return data[at].astype(_U32)
-
     def load_4(self, row, offset):
         data, at = self._bytes(row, offset, _U32, 4)
         return [data[at + i] for i in range(4)]
@@ -220,6 +218,38 @@ class Emulator:
     def store(self, row, offset, value):
         data, at = self._bytes(row, offset, _U32)
         data[at[self.mask]] = self._word(value)[self.mask]
+
+    # Copies: they happen when they are waited for
+
+    def copies_begin(self, barrier, count):
+        assert self.mask.sum() == 1
+        at = int(barrier[self.mask][0])
+        assert at % 8 == 0 and at + 8 * count <= 4 * len(self.memory)
+        self.copies = {at + 8 * i: [0, None] for i in range(count)}  # phase, copy under way
+
+    def copy_start(self, target, row, offset, size, barrier):
+        if not self.mask.any():
+            return
+        assert self.mask.sum() == 1
+        who = int(np.flatnonzero(self.mask)[0])
+        target, size, barrier = int(target[who]), int(size[who]), int(barrier[who])
+        source = int(row.offset[who] + offset[who])
+        assert target % 16 == source % 16 == size % 16 == 0 and size > 0 and source + size <= len(row.data)
+        words = np.arange(target // 4, (target + size) // 4)
+        for epoch, thread in self.seen.values():
+            assert not ((epoch[words] == self.epoch) & (thread[words] != who)).any(), "a copy over words in use"
+        copy = self.copies[barrier]
+        assert copy[1] is None, "a copy before the last one was waited for"
+        copy[1] = (words, row.data[source : source + size].view(_U32))
+
+    def copy_wait(self, barrier, phase):
+        assert self.mask.all() and len(np.unique(barrier)) == len(np.unique(phase)) == 1
+        copy = self.copies[int(barrier[0])]
+        assert copy[1] is not None, "waiting for a copy that was not started"
+        assert copy[0] & 1 == int(phase[0]) & 1, "waiting for the wrong phase"
+        words, data = copy[1]
+        self.memory[words] = data
+        self.copies[int(barrier[0])] = [copy[0] + 1, None]
 
     # Control
 

@@ -1,7 +1,5 @@
 """Top-k of whole rows: every implementation against the stable answer of numpy."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +10,8 @@ from hypothesis import strategies as st
 from pallas_kernels.compat import gpu_problem
 from pallas_kernels.topk import block_sizes, ops, ref
 from pallas_kernels.topk.arg_specs import SPECS
-from pallas_kernels.topk.gpu_program import Arrays, Plan, TopK
+from pallas_kernels.topk.gpu_plan import Plan
+from pallas_kernels.topk.gpu_program import Arrays, TopK
 from tests.pallas_kernels import topk_cases as cases
 from tests.pallas_kernels.simt_emulator import Emulator
 
@@ -120,28 +119,16 @@ def _emulate_plans(plans, scores, lengths=None):
 def _small_plan(width: int, dtype, **changes) -> Plan:
     """Several tiles, and a list that has to be cut when many scores pass."""
     itemsize = jnp.dtype(dtype).itemsize
-    plan = Plan(
-        k=50,
-        width=width,
-        itemsize=itemsize,
-        threads=128,
-        vectors=2,
-        group=4,
-        capacity=50 + 2 * 128 * 16 // itemsize,
-        splits=1,
-        part=width,
-        slots=50,
-        values=False,
-        mapped=False,
-    )
-    return dataclasses.replace(plan, **changes)
+    threads = changes.get("threads", 128)
+    changes = {"threads": threads, "vectors": 2, "group": 4, "buffers": 2, "bins": 512} | changes
+    return block_sizes.plan(width, 50, itemsize, capacity=50 + 2 * threads * 16 // itemsize, **changes)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("case", cases.CASES)
 def test_gpu_program(case, dtype):
     scores, lengths = cases.make(case, 3, 2, 6008, dtype), np.array([6008, 5555], np.int32)
-    for changes in ({}, {"group": 0}):
+    for changes in ({}, {"group": 0, "buffers": 1}, {"vectors": 16, "bins": 64}):
         ids, _ = _emulate(_small_plan(6008, dtype, **changes), scores, lengths)
         cases.check(ids, scores, 50, lengths)
 
@@ -164,7 +151,7 @@ def test_gpu_program_lengths(length):
 @pytest.mark.parametrize("threads", [128, 256, 512, 1024])
 def test_gpu_program_threads(threads):
     scores = cases.make("random", 6, 1, 9000, jnp.float32)
-    ids, _ = _emulate(_small_plan(9000, jnp.float32, threads=threads, capacity=50 + 8 * threads), scores)
+    ids, _ = _emulate(_small_plan(9000, jnp.float32, threads=threads), scores)
     cases.check(ids, scores, 50, None)
 
 

@@ -1,0 +1,269 @@
+"""The list of the GPU top-k: positions and keys in a block's shared memory, and how its k best are found.
+
+Keys are the bits of a float32 mapped to unsigned integers in the same order; -0 counts as +0. The k-th largest is found
+by histograms over the range that still contains it: with 1,024 bins, three of them at most, and one for most lists.
+"""
+
+from collections.abc import Callable
+
+from pallas_kernels.topk.gpu_plan import (
+    ABOVE,
+    BIN,
+    BITS,
+    COUNT,
+    HIGH,
+    HOLES,
+    INSIDE,
+    LOW,
+    MOVERS,
+    STATE_WORDS,
+    TIES,
+    WARP_SUMS,
+    Plan,
+)
+
+LOWEST_KEY = 0x007FFFFF  # of -inf
+NOTHING = 0xFFFFFFFF
+
+
+class Keys:
+    """Arithmetic of keys."""
+
+    def __init__(self, simt):
+        self.s = simt
+
+    def of(self, bits):
+        """Key of a float32 that is not -0."""
+        return bits ^ (self.s.sign_mask(bits) | 0x80000000)
+
+    def bits(self, key):
+        """The float32 of a key."""
+        return self.s.select(key >= 0x80000000, key ^ 0x80000000, key ^ NOTHING)
+
+    def below(self, key):
+        """A threshold that lets this key and all above it pass: scores are compared as floats, where -0 equals +0."""
+        s = self.s
+        below = s.select(key == 0x80000000, s.const(0x7FFFFFFE), key - 1)
+        return s.max(below, LOWEST_KEY)
+
+
+class ScoreList:
+    """`ids` and `keys` are byte addresses of arrays of `plan.capacity` words; the other state is private."""
+
+    def __init__(self, simt, plan: Plan, base):
+        self.s, self.plan, self.keys_of = simt, plan, Keys(simt)
+        self.bins = base
+        self.ids = self.bins + 4 * plan.bins
+        self.keys = self.ids + 4 * plan.capacity
+        self.state = self.keys + 4 * plan.capacity
+        self.thread = simt.thread()
+        self.lane = self.thread & 31
+        self.warp = self.thread >> 5
+
+    def clear(self) -> None:
+        """Before anything else; a barrier must follow."""
+        s = self.s
+        self._clear_bins()
+        with s.when(self.thread < STATE_WORDS):
+            initial = s.select((self.thread == LOW) | (self.thread == BIN), NOTHING, 0)
+            s.store_shared(self.state + self.thread * 4, initial)
+
+    def get(self, which: int):
+        return self.s.load_shared(self.state, 4 * which)
+
+    def put(self, which: int, value) -> None:
+        """By one thread."""
+        with self.s.when(self.thread == 0):
+            self.s.store_shared(self.state, value, 4 * which)
+
+    def fetch_add(self, which: int, amount):
+        """Adds a warp's amount; what was there goes to all its lanes (anything, if the amount is 0)."""
+        s = self.s
+        (old,) = s.if_else(
+            (self.lane == 0) & (amount != 0),
+            1,
+            lambda: [s.fetch_add_shared(self.state, amount, 4 * which)],
+            lambda: [s.const(0)],
+        )
+        return s.from_lane(old, 0)
+
+    # Histograms
+
+    def _own_bins(self, load: bool) -> list:
+        """A thread's counts, or (not `load`) sets them to 0."""
+        s, own = self.s, max(1, self.plan.bins // self.plan.threads)
+        base, size = self.bins + self.thread * (4 * own), min(own, 4)
+        counts = []
+        for i in range(0, own, size):
+            if load:
+                counts += (
+                    s.load_shared_4(base, 4 * i) if size == 4 else [s.load_shared(base, 4 * j) for j in range(own)]
+                )
+            elif size == 4:
+                s.store_shared_4(base, [s.const(0)] * 4, 4 * i)
+            else:
+                for j in range(own):
+                    s.store_shared(base, 0, 4 * j)
+        return counts
+
+    def _clear_bins(self) -> None:
+        with self.s.when(self.thread < self.plan.bins):
+            self._own_bins(load=False)
+
+    def range(self, low, high, bits=None):
+        """The block's smallest `low`, largest `high`, and all bits that are set in some thread's `bits`."""
+        s = self.s
+        low, high = s.warp_reduce(low, "min"), s.warp_reduce(high, "max")
+        bits = None if bits is None else s.warp_reduce(bits, "or")
+        with s.when(self.lane == 0):
+            s.reduce_shared(self.state, low, "min", 4 * LOW)
+            s.reduce_shared(self.state, high, "max", 4 * HIGH)
+            if bits is not None:
+                s.reduce_shared(self.state, bits, "or", 4 * BITS)
+        s.barrier()
+        return self.get(LOW), self.get(HIGH), self.get(BITS)
+
+    def shift(self, span):
+        """Bits to drop so that a span has at most `bins` values."""
+        most = 32 - (self.plan.bins.bit_length() - 1)
+        return self.s.const(most) - self.s.min(self.s.leading_zeros(span), most)
+
+    def tally(self, key, high, shift) -> None:
+        """Counts a key; bins count from the largest keys."""
+        self.s.reduce_shared(self.bins + ((high - key) >> shift) * 4, 1, "add")
+
+    def edges(self, low, high, shift, found):
+        """Smallest and largest key of a bin; bin 0 ends at `high`."""
+        s = self.s
+        top = high - (found << shift)
+        return top - s.min(top - low, (s.const(1) << shift) - 1), top
+
+    def find_bin(self, need):
+        """The bin that holds the key of rank `need`, how many keys are in the bins before it, and how many in it.
+
+        If there are fewer than `need` keys, the bin is NOTHING. Leaves the bins empty and the range reset.
+        """
+        s, own = self.s, max(1, self.plan.bins // self.plan.threads)
+        s.barrier()
+        counts = self._own_bins(load=True)
+        if own * self.plan.threads > self.plan.bins:
+            counts = [s.select(self.thread < self.plan.bins, counts[0], 0)]
+        self._clear_bins()
+        total = fold(lambda a, b: a + b, counts)
+        through = s.running_sum(total)
+        with s.when(self.lane == 31):
+            s.store_shared(self.state + (self.warp + WARP_SUMS) * 4, through)
+        for which, value in ((LOW, NOTHING), (BIN, NOTHING), (HIGH, 0), (BITS, 0)):
+            self.put(which, value)
+        s.barrier()
+        lower = s.select(self.lane < self.warp, s.load_shared(self.state + (self.lane + WARP_SUMS) * 4), 0)
+        through = through + s.warp_reduce(lower, "add")
+        before = through - total
+        with s.when((before < need) & (need <= through)):
+            passed, above, inside = s.const(0), before, counts[0]
+            for i in range(1, own):
+                further = above + inside < need
+                passed = s.select(further, s.const(i), passed)
+                above = s.select(further, above + inside, above)
+                inside = s.select(further, counts[i], inside)
+            s.store_shared(self.state, self.thread * own + passed, 4 * BIN)
+            s.store_shared(self.state, above, 4 * ABOVE)
+            s.store_shared(self.state, inside, 4 * INSIDE)
+        s.barrier()
+        return self.get(BIN), self.get(ABOVE), self.get(INSIDE)
+
+    # The k best
+
+    def key(self, i):
+        return self.s.load_shared(self.keys + i * 4)
+
+    def find_kth(self, count):
+        """Where the k-th best of `count` > k listed scores lies: (low, high, need, unused).
+
+        All keys above `high` are among the k best, and `need` of those from low to high, any of them. No score uses
+        the `unused` lowest bits: float32 scores may be bfloat16 values, and a bin of one of them is narrow enough.
+        """
+        s, plan = self.s, self.plan
+
+        def read(i, low, high, bits):
+            key = self.key(i)
+            return s.min(low, key), s.max(high, key), bits | self.keys_of.bits(key)
+
+        start = (s.const(NOTHING), s.const(0), s.const(0))
+        low, high, bits = self.range(*s.for_range(self.thread, count, plan.threads, start, read))
+        unused = s.min(s.trailing_zeros(bits), 31)
+        ones = (s.const(1) << unused) - 1
+        low, high = low & (ones ^ NOTHING), high | ones
+
+        def narrow(low, high, need, done):
+            del done
+            shift = s.max(self.shift(high - low), unused)
+
+            def tally(i):
+                key = self.key(i)
+                with s.when((key >= low) & (key <= high)):
+                    self.tally(key, high, shift)
+                return ()
+
+            s.for_range(self.thread, count, plan.threads, (), tally)
+            found, above, inside = self.find_bin(need)
+            low, high = self.edges(low, high, shift, found)
+            need = need - above
+            return low, high, need, s.select((inside == need) | (shift == unused), s.const(1), 0)
+
+        done = s.select((high - low) >> unused == 0, s.const(1), 0)
+        low, high, need, _ = s.while_loop(
+            (low, high, s.const(plan.k), done), lambda low, high, need, done: done == 0, narrow
+        )
+        return low, high, need, unused
+
+    def _place(self, which: int, flag):
+        """Numbers the threads of the block whose flag is set."""
+        s = self.s
+        lanes = s.ballot(flag)
+        return self.fetch_add(which, s.popcount(lanes)) + s.popcount(lanes & s.lanes_below())
+
+    def cut(self, count):
+        """Cuts the list from `count` > k down to its k best; returns the threshold for scores to come."""
+        s, plan = self.s, self.plan
+        low, high, need, unused = self.find_kth(count)
+        holes, movers = self.bins, self.bins + 2 * plan.bins  # 16-bit numbers, in the memory of the empty histogram
+
+        def sort_out(first):
+            i = first + self.thread
+            there = i < count
+            key = self.key(s.min(i, count - 1))
+            tie = there & (key >= low) & (key <= high)
+            best = there & (key > high) | tie & (self._place(TIES, tie) < need)
+            for which, flag, numbers in (
+                (HOLES, there & (i < plan.k) & ~best, holes),
+                (MOVERS, best & (i >= plan.k), movers),
+            ):
+                place = self._place(which, flag)
+                with s.when(flag):
+                    s.store_shared_u16(numbers + place * 2, i)
+            return ()
+
+        def move(j):
+            source, target = s.load_shared_u16(movers + j * 2) * 4, s.load_shared_u16(holes + j * 2) * 4
+            for array in (self.ids, self.keys):
+                s.store_shared(array + target, s.load_shared(array + source))
+            return ()
+
+        s.for_range(0, count, plan.threads, (), sort_out)
+        s.barrier()
+        s.for_range(self.thread, self.get(HOLES), plan.threads, (), move)
+        s.barrier()
+        self._clear_bins()
+        for which, value in ((COUNT, plan.k), (TIES, 0), (HOLES, 0), (MOVERS, 0)):
+            self.put(which, value)
+        s.barrier()
+        one_value = s.select(low >= 0x80000000, low, high)
+        return s.select((high - low) >> unused == 0, one_value, self.keys_of.below(low))
+
+
+def fold(combine: Callable, items: list):
+    """Combines neighbours until one is left."""
+    while len(items) > 1:
+        items = [combine(*items[i : i + 2]) if i + 1 < len(items) else items[i] for i in range(0, len(items), 2)]
+    return items[0]
