@@ -15,7 +15,6 @@ import types
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -36,7 +35,7 @@ from pallas_kernels.tpu_formats import words_for_interpreter, words_of
 _SUBLANES = 8
 _GROUP = 4  # pages copied, waited for and scored between two jumps
 _MAX_TOKENS = 8  # queries that share a dequantised page
-_OUT_BYTES = 5 << 20  # of a grid step's maxima
+_OUT_BYTES = 8 << 20  # of a grid step's maxima
 # Leaves the compiler room in the 64 MiB of the smallest VMEM.
 _VMEM_LIMIT = 48 << 20
 
@@ -88,25 +87,27 @@ def default_form() -> str:
     return "pairs" if kind is not None and any(name in kind for name in ("v6", "TPU7", "7x")) else "float32"
 
 
-def problem(q_values: jax.Array, pages: jax.Array, block_size: int) -> str | None:
-    """What keeps the kernels from taking these shapes (arguments of `block_maxima`); None if nothing does."""
+def problem(q_values: jax.Array, pages: jax.Array, block_size: int, num_blocks: int = 0) -> str | None:
+    """What keeps the kernels from taking these shapes; None if nothing does.
+
+    q_values, pages, block_size as in `block_maxima`; num_blocks: blocks that `entry_scores` gets for each query.
+    """
     width = 2 * q_values.shape[-1]
     if not 32 <= width <= 256:
         return f"index keys must be 32 to 256 wide, got {width}"
     if not 1 <= block_size <= 16:
         return f"blocks of 1 to 16 entries are supported, got {block_size}"
-    for plan, rows in (_maxima_plan(q_values, pages, block_size), _entries_plan(q_values, 1 << 20, block_size)):
+    plans = _maxima_plan(q_values, pages, block_size), _entries_plan(q_values, max(1, num_blocks), block_size)
+    for plan, rows in plans:
         if plan.vmem_bytes(rows) > _VMEM_LIMIT:
-            return f"{pages.shape[1]} pages a sequence need {plan.vmem_bytes(rows) >> 20} MiB of VMEM"
+            return f"{pages.shape[1]} pages and {num_blocks} blocks need {plan.vmem_bytes(rows) >> 20} MiB of VMEM"
     return None
 
 
 def _maxima_plan(q_values, pages, block_size: int, form: str = FORMS[0], interpret: bool = False):
     """The plan, and the rows of 128 maxima that a query has."""
     _, t, n, half = q_values.shape
-    rows = pl.cdiv(pages.shape[1], block_size)
-    step_rows = min(rows, _SUBLANES)
-    rows = pl.cdiv(rows, step_rows) * step_rows
+    rows = pl.cdiv(pages.shape[1], _SUBLANES * block_size) * _SUBLANES
     tokens = max(1, min(_MAX_TOKENS, _OUT_BYTES // (rows * ROW_BYTES)))
     tokens = pl.cdiv(t, max(1, pl.cdiv(t, tokens)))
     plan = _Plan(
@@ -114,8 +115,8 @@ def _maxima_plan(q_values, pages, block_size: int, form: str = FORMS[0], interpr
         tokens=tokens,
         width=2 * half,
         block_size=block_size,
-        pages=step_rows * block_size,
-        steps=rows // step_rows,
+        pages=_SUBLANES * block_size,
+        steps=rows // _SUBLANES,
         form=form,
         interpret=interpret,
     )
@@ -198,18 +199,18 @@ def _maxima_of_step(plan: _Plan, r, token: int, first_entry, limit):
     return out
 
 
-def _maxima_kernel(*refs, plan: _Plan, names: tuple[str, ...], group: int):
+def _maxima_kernel(*refs, plan: _Plan, names: tuple[str, ...]):
     r = types.SimpleNamespace(**dict(zip(names, refs, strict=True)))
     step, steps = pl.program_id(1), pl.num_programs(1)
-    entries, out_rows = plan.pages * PAGE_ENTRIES, plan.pages // plan.block_size
-    copies = _Pages(plan, r, group)
+    entries = plan.pages * PAGE_ENTRIES
+    copies = _Pages(plan, r, _GROUP)
     # Entries that some query of this grid step, and of the next one, sees.
     limit = r.visible[0, 0, plan.tokens]
     next_limit = jnp.where(step + 1 < steps, r.visible[0, 0, plan.tokens + 1], 0)
 
     def groups_of(s, limit):
         pages = jnp.minimum(pl.cdiv(limit - s * entries, PAGE_ENTRIES), plan.pages)
-        return pl.cdiv(pages, group)
+        return pl.cdiv(pages, _GROUP)
 
     def start(s, slot, limit, pages_ref):
         copies.start(slot, groups_of(s, limit), lambda at: jnp.maximum(pages_ref[0, 0, s * plan.pages + at], 0))
@@ -222,12 +223,14 @@ def _maxima_kernel(*refs, plan: _Plan, names: tuple[str, ...], group: int):
     live, first_slot = pl.cdiv(limit, entries), r.slot[0]
     r.weights_on_lanes[...] = weights_on_lanes(r.weights[0], *r.weights_on_lanes.shape[:1], r.weights_on_lanes.dtype)
 
-    def unseen(s, _):
-        rows = pl.ds(pl.multiple_of(s * out_rows, out_rows), out_rows)
-        r.out[0, :, rows] = jnp.full((plan.tokens, out_rows, LANES), -jnp.inf, jnp.float32)
-        return 0
+    def store(s, maxima):
+        """maxima: those of each query, float32 [8, 128]."""
+        rows = pl.ds(pl.multiple_of(s * _SUBLANES, _SUBLANES), _SUBLANES)
+        for token, best in enumerate(maxima):
+            r.out[0, token, rows] = best
 
-    jax.lax.fori_loop(live, plan.steps, unseen, 0)
+    unseen = [jnp.full((_SUBLANES, LANES), -jnp.inf, jnp.float32)] * plan.tokens
+    jax.lax.fori_loop(live, plan.steps, lambda s, _: store(s, unseen) or 0, 0)
 
     def body(s, _):
         slot = (first_slot + s) % 2
@@ -243,8 +246,8 @@ def _maxima_kernel(*refs, plan: _Plan, names: tuple[str, ...], group: int):
 
         def score(g, _):
             copies.wait(slot, g)
-            for u in range(group):
-                at = g * group + u
+            for u in range(_GROUP):
+                at = g * _GROUP + u
                 keys = copies.keys(r.buffer[slot, at])
                 raw = raw_scores(r.q[0], r.weights_on_lanes[...], keys, plan.heads, plan.interpret)
                 raw = jnp.where(r.pages[0, 0, s * plan.pages + at] < 0, jnp.nan, raw)
@@ -253,9 +256,8 @@ def _maxima_kernel(*refs, plan: _Plan, names: tuple[str, ...], group: int):
             return 0
 
         jax.lax.fori_loop(0, groups_of(s, limit), score, 0)
-        rows = pl.ds(pl.multiple_of(s * out_rows, out_rows), out_rows)
-        for token in range(plan.tokens):
-            r.out[0, token, rows] = _maxima_of_step(plan, r, token, s * entries, r.visible[0, 0, token])
+        limits = [r.visible[0, 0, token] for token in range(plan.tokens)]
+        store(s, [_maxima_of_step(plan, r, token, s * entries, limits[token]) for token in range(plan.tokens)])
         return 0
 
     jax.lax.fori_loop(0, live, body, 0)
@@ -395,8 +397,8 @@ def _pool_input(pool: jax.Array, interpret: bool):
     return words_for_interpreter(pool) if interpret else pool, None, 1, None
 
 
-def _check(q_values, pages, block_size: int, form: str | None) -> str:
-    if (why := problem(q_values, pages, block_size)) is not None:
+def _check(q_values, pages, block_size: int, num_blocks: int, form: str | None) -> str:
+    if (why := problem(q_values, pages, block_size, num_blocks)) is not None:
         raise ValueError(f"index scores: {why}")
     form = default_form() if form is None else form
     if form not in FORMS:
@@ -425,13 +427,12 @@ def block_maxima(
     Raises:
       ValueError: `problem` has an answer for these shapes, or the form is unknown.
     """
-    form = _check(q_values, pages, block_size, form)
+    form = _check(q_values, pages, block_size, 0, form)
     b, t, n, _ = q_values.shape
     num_blocks = pages.shape[1] * PAGE_ENTRIES // block_size
     if 0 in (b, t, num_blocks):
         return jnp.zeros((b, t, num_blocks), jnp.float32)
     plan, rows = _maxima_plan(q_values, pages, block_size, form, interpret)
-    group = np.gcd(plan.pages, _GROUP)
     q, weights = _queries(plan, q_values, q_scales, weights)
     grid_steps, tiles = q.shape[0], q.shape[0] // b
     seen = jnp.clip(visible, 0, pages.shape[1] * PAGE_ENTRIES)
@@ -447,8 +448,9 @@ def block_maxima(
         "weights": (weights, 0, 1, pltpu.VMEM),
         "pool": _pool_input(pool, interpret),
     }
-    scratch = _scratch(plan, group, plan.pages * (1 if plan.tokens == 1 else _SUBLANES))
+    scratch = _scratch(plan, _GROUP, plan.pages * (1 if plan.tokens == 1 else _SUBLANES))
     scratch |= {"best": pltpu.VMEM((plan.pages, LANES), jnp.float32), "slot": pltpu.SMEM((1,), jnp.int32)}
+    # Rows of 128 until the end: what then takes rows of 128 again (top-k does) needs no copy.
     out_shape = jax.ShapeDtypeStruct((grid_steps, plan.tokens, rows, LANES), jnp.float32)
     cost = pl.CostEstimate(
         flops=2 * b * t * n * plan.width * pages.shape[1] * PAGE_ENTRIES,
@@ -457,8 +459,7 @@ def block_maxima(
         + 4 * out_shape.size
         + 2 * q.size,
     )
-    kernel = functools.partial(_maxima_kernel, group=group)
-    out = _call(kernel, plan, "block_maxima", inputs, scratch, out_shape, cost)
+    out = _call(_maxima_kernel, plan, "block_maxima", inputs, scratch, out_shape, cost)
     return out.reshape(b, tiles * plan.tokens, rows * LANES)[:, :t, :num_blocks]
 
 
@@ -480,7 +481,7 @@ def entry_scores(
     Raises:
       ValueError: `problem` has an answer for these shapes, or the form is unknown.
     """
-    form = _check(q_values, pages, block_size, form)
+    form = _check(q_values, pages, block_size, blocks.shape[2], form)
     b, t, n, _ = q_values.shape
     count = blocks.shape[2]
     if 0 in (b, t, count, pages.shape[1]):
