@@ -17,10 +17,11 @@ from dsv41.config import DSV41Error, ModelConfig, load_config, with_overrides
 from dsv41.data import TINY_MODEL
 from dsv41.models import Model
 from launch.cli import overrides
+from pallas_kernels.dispatch import kernels
 
 
 class ModelFlags:
-    """--checkpoint, --set and --compile_cache_dir of a script, and what follows from them."""
+    """--checkpoint, --set, --kernels and --compile_cache_dir of a script, and what follows from them."""
 
     def __init__(self, values: flags.FlagValues, *, config: bool = False):
         """Defines the flags in `values`; with `config` also --config, which stands for a model without weights."""
@@ -48,6 +49,14 @@ class ModelFlags:
             "compile_cache_dir",
             None,
             "Directory that keeps compiled programs, so that later runs start faster.",
+            flag_values=values,
+        )
+        flags.DEFINE_enum(
+            "kernels",
+            "auto",
+            ["auto", "xla", "pallas"],
+            "auto: Pallas kernels where the backend has them for these shapes, else plain XLA (--verbose says which); "
+            "xla: none; pallas: an error where one is missing.",
             flag_values=values,
         )
 
@@ -92,7 +101,7 @@ class ModelFlags:
         return model, time.perf_counter() - started
 
     def start_device(self) -> None:
-        """Finds a device, and sets up where compiled programs are kept; `load` does so too.
+        """Finds a device, and sets up kernels and where compiled programs are kept; `load` does so too.
 
         Raises:
           DSV41Error: there is no device, or the directory cannot be made.
@@ -103,6 +112,7 @@ class ModelFlags:
             platforms = os.environ.get("JAX_PLATFORMS", "")
             reason = str(e) or "none started"
             raise DSV41Error(f"no device that JAX can use (JAX_PLATFORMS={platforms!r}): {reason}") from e
+        kernels.set_global(self._values.kernels)
         self._use_compile_cache()
 
     def _use_compile_cache(self) -> None:

@@ -12,6 +12,7 @@ import importlib
 import json
 import pathlib
 import sys
+import types
 
 import jax
 from absl import flags
@@ -55,9 +56,13 @@ def _read(path: pathlib.Path, device_kind: str) -> dict:
     return sizes | {"jax": jax.__version__}
 
 
+def _block_sizes(op: str) -> types.ModuleType:
+    return importlib.import_module(f"pallas_kernels.{op}.block_sizes")
+
+
 def _tune(op: str, spec, kernel: str) -> tuple[str, dict[str, int], float, float] | None:
     """The shape's key, the best choice ({}: the heuristic's), and microseconds of both; None if nothing is free."""
-    key, knobs = importlib.import_module(f"pallas_kernels.{op}.block_sizes").knobs(**spec.abstract(), **spec.static)
+    key, knobs = _block_sizes(op).knobs(**spec.abstract(), **spec.static)
     if not knobs:
         return None
     baseline = best_us = time_spec(spec, kernel)

@@ -34,6 +34,8 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from pallas_kernels.dispatch import kernels  # noqa: E402
+
 if os.environ["JAX_PLATFORMS"] == "cpu":
     # Eight devices for the sharding tests; measured to cost the others nothing. Not in the environment: a script that a
     # test starts sees the one device that its user would.
@@ -44,6 +46,14 @@ hypothesis.settings.register_profile("default", deadline=None, max_examples=50)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default"))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--kernels", default="auto", help="implementation of the ops, see pallas_kernels/dispatch.py")
+
+
+def pytest_configure(config):
+    kernels.set_global(config.getoption("--kernels"))
 
 
 def pytest_sessionstart(session):

@@ -10,7 +10,6 @@ from dsv41.cache.kv_cache import (
     init_cache,
     read_window,
     take_rows,
-    write_window,
 )
 from dsv41.cache.layout import FORMAT_VERSION, CacheLayout
 from dsv41.cache.page_io import copy_page, read_page, read_rings, set_page_table, write_page, write_rings
@@ -35,5 +34,4 @@ __all__ = [
     "take_rows",
     "write_page",
     "write_rings",
-    "write_window",
 ]

@@ -11,7 +11,7 @@ import numpy as np
 from dsv41.cache.layout import CacheLayout
 from dsv41.config import DSV41Error, TextConfig
 from dsv41.ops.rope import layer_frequencies, rope_table
-from pallas_kernels.formats import byte_to_e4m3, e4m3_to_byte
+from pallas_kernels.formats import byte_to_e4m3
 from pallas_kernels.page_layout import drop_index
 
 
@@ -110,6 +110,7 @@ class AttentionState:
     """What selecting layers hand to the layers behind them within one step; never kept between steps."""
 
     selected: jax.Array  # int32 [B, T, index_topk] compressed entries each query attends to, -1 unused
+    entries: jax.Array  # int32 [B, T, index_topk] where these lie in the pool: page * 128 + entry, -1 unused
     candidates: jax.Array | None  # int32 [B, T, candidate_topk_blocks] candidate blocks, ascending, -1 unused
     index_source: int = dataclasses.field(metadata={"static": True})  # layer that made `selected`
 
@@ -211,14 +212,6 @@ def read_window(layout: CacheLayout, rings: jax.Array, slot: jax.Array) -> tuple
     """Whole rings of slots int32 [B]: float8_e4m3fn [B, length, H] and E8M0 scales uint8 [B, length, H / 32]."""
     values, scales = layout.window.read(rings, slot)
     return byte_to_e4m3(values), scales
-
-
-def write_window(
-    layout: CacheLayout, rings: jax.Array, batch: ForwardBatch, values: jax.Array, scales: jax.Array
-) -> jax.Array:
-    """The rings with the step's entries, float8_e4m3fn [B, T, H] and uint8 [B, T, H / 32], at their positions."""
-    slot, index = batch.ring_address(layout.window.length, rings.shape[0])
-    return layout.window.write(rings, slot, index, e4m3_to_byte(values), scales)
 
 
 def take_rows(x: jax.Array, first: jax.Array, width: int) -> jax.Array:

@@ -123,3 +123,14 @@ class CacheLayout:
         page = jnp.take_along_axis(page_table, flat, axis=1).reshape(entry.shape)
         physical = page * self.pages_per_logical(ratio) + entry % per_logical // PAGE_ENTRIES
         return jnp.where(inside & (page >= 0), physical, -1), entry % PAGE_ENTRIES
+
+    def entry_number(self, page_table: jax.Array, entry: jax.Array, ratio: int) -> jax.Array:
+        """Where entries lie in the pool as one number, page * 128 + entry; -1 where `address` gives no page."""
+        page, inside = self.address(page_table, entry, ratio)
+        return jnp.where(page >= 0, page * PAGE_ENTRIES + inside, -1)
+
+    def physical_pages(self, page_table: jax.Array, ratio: int) -> jax.Array:
+        """Pages of a ratio-m source that hold entries 0.., 128.., and so on: int32 [B, pages], -1 unassigned."""
+        count = page_table.shape[1] * self.pages_per_logical(ratio)
+        first = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32) * PAGE_ENTRIES, (page_table.shape[0], count))
+        return self.address(page_table, first, ratio)[0]

@@ -9,6 +9,7 @@ from dsv41.layers.block import Block, DraftBlock
 from dsv41.layers.engram import Engram
 from dsv41.layers.linear import Linear, RMSNorm, abstract, parameters_of, with_parameters
 from dsv41.layers.moe import MoE
+from dsv41.layers.residual import Residual, open_streams
 
 __all__ = [
     "Attention",
@@ -18,7 +19,9 @@ __all__ = [
     "Linear",
     "MoE",
     "RMSNorm",
+    "Residual",
     "abstract",
+    "open_streams",
     "parameters_of",
     "with_parameters",
 ]

@@ -8,19 +8,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dsv41.cache import AttentionState, ForwardBatch, KVCache, read_window, write_window
+from dsv41.cache import AttentionState, ForwardBatch, KVCache
 from dsv41.config import LayerMode, LayerSpec, Schedule, TextConfig
 from dsv41.layers.indexer import Indexer
 from dsv41.layers.linear import Linear, RMSNorm
 from dsv41.layers.projections import AttentionProjections
 from dsv41.ops import compressor as compression
 from dsv41.ops.linear import WeightFormat
-from dsv41.ops.rope import apply_rope, table_of
-from dsv41.ops.tiling import map_query_tiles, query_tile
+from dsv41.ops.rope import table_of
 from pallas_kernels.fixed_order import contract
-from pallas_kernels.page_layout import drop_index
+from pallas_kernels.formats import e4m3_to_byte
+from pallas_kernels.page_layout import WindowLayout, drop_index
 from pallas_kernels.quantize import ops as quantize
-from pallas_kernels.sparse_attention.ops import attend
+from pallas_kernels.sparse_attention.ops import sparse_attention
 
 
 class _Compressor(nnx.Module):
@@ -62,23 +62,23 @@ class Attention(AttentionProjections):
         """
         rope = table_of(self.spec, cache.rope)[jnp.clip(batch.positions(), 0, cache.max_tokens - 1)]
         qr, q = self.queries(x, rope)
-        new_kv = self.window_kv(x, rope)
         if self.spec.owns_kv:
             cache = self.compress(x, batch, cache)
         if self.spec.selects:
             with jax.named_scope("select"):
                 state = self.indexer(x, qr, rope, batch, cache, self.kv_index, state)
                 if forced is not None:
-                    state = dataclasses.replace(state, selected=forced)
+                    entries = cache.layout.entry_number(cache.page_table[batch.slot], forced, self.spec.ratio)
+                    state = dataclasses.replace(state, selected=forced, entries=entries)
         elif self.spec.mode is LayerMode.REUSE and (state is None or state.index_source != self.spec.index_source):
             raise ValueError(
                 f"layer {self.spec.index} reuses the selection of layer {self.spec.index_source}, which has not run "
                 "in this step"
             )
         with jax.named_scope("attend"):
-            o = self._attend(q, new_kv, batch, cache, state)
-        cache = self._write_window(new_kv, batch, cache)
-        return self.output(o, rope), cache, state
+            o, ring = self._attend(q, x, rope, batch, cache, state)
+        cache = dataclasses.replace(cache, window=_replaced(cache.window, self.spec.index, ring))
+        return self.output(o), cache, state
 
     def compress(self, x: jax.Array, batch: ForwardBatch, cache: KVCache) -> KVCache:
         """Writes main KV and index keys of every group that this step completes; the rest of the layer is not run.
@@ -115,9 +115,8 @@ class Attention(AttentionProjections):
         if batch.write_from is not None:
             complete = complete & (group * ratio >= batch.write_from[:, None])
         page = drop_index(page, complete & (page >= 0), cache.main[k].shape[0])
-        main = cache.layout.main.write(cache.main[k], page, entry, *quantize.quantize_kv_fp4(apply_rope(latent, rope)))
-        index_key = quantize.quantize_mxfp4(self.indexer.key(latent, rope))
-        index = cache.layout.index.write(cache.index[k], page, entry, *index_key)
+        main = quantize.write_main(latent, rope, cache.main[k], page, entry, layout=cache.layout.main)
+        index = self.indexer.write_keys(latent, rope, cache.index[k], page, entry, cache.layout.index)
         return dataclasses.replace(
             cache,
             main=_replaced(cache.main, k, main),
@@ -125,38 +124,39 @@ class Attention(AttentionProjections):
             pending=_replaced(cache.pending, k, pending),
         )
 
-    def _attend(self, q, new_kv, batch: ForwardBatch, cache: KVCache, state: AttentionState | None) -> jax.Array:
-        """bfloat16 [B, T, N, H], still rotated: one softmax over window and selected entries of each query."""
-        layout, window = cache.layout, self.config.sliding_window
-        ring = cache.window[self.spec.index]
-        old_values, old_scales = read_window(layout, ring, batch.slot)
-        values = jnp.concatenate([old_values, new_kv[0]], axis=1)
-        window_kv = quantize.dequantize_fp8(values, jnp.concatenate([old_scales, new_kv[1]], axis=1))
-        length, rows = layout.window.length, jnp.arange(q.shape[0])[:, None, None]
-        selected = jnp.zeros((*q.shape[:2], 0), jnp.int32) if state is None else state.selected
+    def _attend(self, q, x, rope, batch: ForwardBatch, cache: KVCache, state: AttentionState | None):
+        """bfloat16 [B, T, N, H], one softmax over window and selected entries of each query, and the layer's new ring.
 
-        floor = 0 if batch.window_floor is None else batch.window_floor[:, None, None]
-
-        def tile(q, position, valid, selected):
-            key = position[..., None] - window + 1 + jnp.arange(window)
+        Where the ring has room for the step behind every query's window, the step is written first and all is read from
+        the ring; else queries read a copy of the ring with the step's entries behind it.
+        """
+        layout, window, ring = cache.layout, self.config.sliding_window, cache.window[self.spec.index]
+        ring_layout, tokens = layout.window, q.shape[1]
+        slot, index = batch.ring_address(ring_layout.length, ring.shape[0])
+        key = batch.positions()[..., None] - window + 1 + jnp.arange(window, dtype=jnp.int32)
+        floor = 0 if batch.window_floor is None else jnp.maximum(batch.window_floor[:, None, None], 0)
+        valid = batch.valid()[..., None]
+        if tokens <= ring_layout.length - window + 1:
+            ring = self.write_window(x, rope, ring, slot, index, ring_layout)
+            read, read_slot, read_layout = ring, batch.slot, ring_layout
+            where = key % ring_layout.length
+        else:
+            new = self.window_kv(x, rope)
+            old = ring_layout.read(ring, batch.slot)
+            both = [jnp.concatenate(pair, axis=1) for pair in zip(old, (e4m3_to_byte(new[0]), new[1]), strict=True)]
+            read_layout = WindowLayout(ring_layout.head_dim, ring_layout.length + tokens)
+            read, read_slot = read_layout.pack(*both), jnp.arange(q.shape[0], dtype=jnp.int32)
             start = batch.start[:, None, None]
-            index = jnp.where(key >= start, length + key - start, key % length)
-            kv = window_kv[rows, index]
-            seen = (key >= jnp.maximum(floor, 0)) & valid[..., None]
-            if selected.shape[-1]:
-                page, entry = layout.address(cache.page_table[batch.slot], selected, self.spec.ratio)
-                main = layout.main.gather(cache.main[self.kv_index], jnp.maximum(page, 0), entry)
-                kv = jnp.concatenate([kv, quantize.dequantize_kv_fp4(*main)], axis=2)
-                seen = jnp.concatenate([seen, (page >= 0) & valid[..., None]], axis=2)
-            return attend(q, kv, seen, self.attn_sink[...], self.config.head_dim**-0.5)
-
-        per_token = q.shape[0] * (window + selected.shape[-1]) * self.config.head_dim * 4
-        return map_query_tiles(tile, query_tile(q.shape[1], per_token), q, batch.positions(), batch.valid(), selected)
-
-    def _write_window(self, new_kv, batch: ForwardBatch, cache: KVCache) -> KVCache:
-        ring = cache.window[self.spec.index]
-        ring = write_window(cache.layout, ring, batch, *new_kv)
-        return dataclasses.replace(cache, window=_replaced(cache.window, self.spec.index, ring))
+            where = jnp.where(key >= start, ring_layout.length + key - start, key % ring_layout.length)
+            ring = ring_layout.write(ring, slot, index, e4m3_to_byte(new[0]), new[1])
+        pool, entries = None, None
+        if state is not None and self.kv_index is not None:
+            pool, entries = cache.main[self.kv_index], jnp.where(valid, state.entries, -1)
+        o = sparse_attention(
+            q, read, read_slot, jnp.where((key >= floor) & valid, where, -1), pool, entries, self.attn_sink[...], rope,
+            scale=self.config.head_dim**-0.5, window_layout=read_layout,
+        )  # fmt: skip
+        return o, ring
 
 
 def _replaced(items: tuple, index: int, value) -> tuple:

@@ -16,8 +16,8 @@ from dsv41.layers.draft_attention import DraftAttention
 from dsv41.layers.engram import Engram
 from dsv41.layers.linear import RMSNorm, abstract
 from dsv41.layers.moe import MoE
+from dsv41.layers.residual import Entered, MixParameters, Residual, enter
 from dsv41.ops.linear import WeightFormat
-from pallas_kernels.hyper_connection import ops as mhc
 
 
 class ResidualBlock(nnx.Module):
@@ -39,50 +39,43 @@ class ResidualBlock(nnx.Module):
             setattr(self, f"hc_{sublayer}_base", abstract(mix, dtype=jnp.float32))
             setattr(self, f"hc_{sublayer}_scale", abstract(3, dtype=jnp.float32))
 
-    def _mix(self, streams: jax.Array, sublayer: str) -> tuple[jax.Array, jax.Array, jax.Array]:
-        fn, scale, base = (getattr(self, f"hc_{sublayer}_{part}")[...] for part in ("fn", "scale", "base"))
-        c = self.config
-        return mhc.mix_coefficients(
-            streams, fn, scale, base, iters=c.hc_sinkhorn_iters, norm_eps=c.rms_norm_eps, hc_eps=c.hc_eps
-        )
-
-    def attention_input(self, streams: jax.Array, pre: jax.Array) -> jax.Array:
-        """What the attention sublayer reads, bfloat16 [B, T, D]."""
-        return self.attn_norm(mhc.collapse(streams, pre))
+    def enter(self, residual: Residual, sublayer: str) -> Entered:
+        """Input and mix of the sublayer "attn" or "ffn"."""
+        mix = MixParameters(*(getattr(self, f"hc_{sublayer}_{part}")[...] for part in ("fn", "scale", "base")))
+        norm = self.attn_norm if sublayer == "attn" else self.ffn_norm
+        return enter(residual, mix, norm, iters=self.config.hc_sinkhorn_iters, hc_eps=self.config.hc_eps)
 
     def sublayers(
         self,
-        streams: jax.Array,
-        pre: jax.Array,
+        residual: Residual,
         attend: Callable[[jax.Array], tuple[jax.Array, Any]],
         valid: jax.Array,
         image_mask: jax.Array,
         forced_experts: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array, Any, dict[str, jax.Array]]:
+    ) -> tuple[Residual, Any, dict[str, jax.Array]]:
         """Attention and MoE.
 
         Args:
-          streams: bfloat16 [B, T, R, D].
-          pre: float32 [B, T, R], predicted by the sublayer before.
+          residual: what the sublayer before left.
           attend: normalised bfloat16 [B, T, D] -> (attention output bfloat16 [B, T, D], anything else it made).
           valid, image_mask: bool [B, T].
           forced_experts: int32 [B, T, K] to use instead of the computed ones, or None.
 
         Returns:
-          streams, the next block's pre, what else `attend` made, and what happened inside: attn_out, ffn_out bfloat16
-          [B, T, D], experts int32 [B, T, K], expert_weights float32 [B, T, K].
+          the residual, what else `attend` made, and what happened inside: block_in bfloat16 [B, T, R, D], attn_out,
+          ffn_out bfloat16 [B, T, D], experts int32 [B, T, K], expert_weights float32 [B, T, K].
         """
         with jax.named_scope("attention"):
-            next_pre, post, comb = self._mix(streams, "attn")
-            attn_out, made = attend(self.attention_input(streams, pre))
-            streams, pre = mhc.update(streams, attn_out, post, comb), next_pre
+            entered = self.enter(residual, "attn")
+            block_in = entered.streams
+            attn_out, made = attend(entered.x)
+            residual = entered.leave(attn_out)
         with jax.named_scope("moe"):
-            next_pre, post, comb = self._mix(streams, "ffn")
-            x = self.ffn_norm(mhc.collapse(streams, pre))
-            ffn_out, experts, weights = self.ffn(x, valid, image_mask, forced_experts)
-            streams = mhc.update(streams, ffn_out, post, comb)
-        inside = {"attn_out": attn_out, "ffn_out": ffn_out, "experts": experts, "expert_weights": weights}
-        return streams, next_pre, made, inside
+            entered = self.enter(residual, "ffn")
+            ffn_out, experts, weights = self.ffn(entered.x, valid, image_mask, forced_experts)
+            residual = entered.leave(ffn_out)
+        inside = {"block_in": block_in, "attn_out": attn_out, "ffn_out": ffn_out}
+        return residual, made, inside | {"experts": experts, "expert_weights": weights}
 
 
 class Block(ResidualBlock):
@@ -98,42 +91,43 @@ class Block(ResidualBlock):
         if spec.engram is not None:
             self.engram = Engram(c, dense)
 
-    def look_up(self, streams: jax.Array, batch: ForwardBatch) -> jax.Array:
-        """The streams after this block's Engram; unchanged if it has none."""
+    def look_up(self, residual: Residual, batch: ForwardBatch) -> Residual:
+        """The residual after this block's Engram; unchanged if it has none."""
         if self.spec.engram is None:
-            return streams
+            return residual
         with jax.named_scope("engram"):
+            residual = residual.complete()
             scales = None if batch.engram_scales is None else batch.engram_scales[:, :, self.spec.engram]
-            return self.engram(streams, batch.engram_values[:, :, self.spec.engram], scales, batch.image_mask)
+            values = batch.engram_values[:, :, self.spec.engram]
+            return Residual(self.engram(residual.streams, values, scales, batch.image_mask), residual.pre)
 
     def __call__(
         self,
-        streams: jax.Array,
-        pre: jax.Array,
+        residual: Residual,
         batch: ForwardBatch,
         cache: KVCache,
         state: AttentionState | None,
         forced_selected: jax.Array | None = None,
         forced_experts: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array, KVCache, AttentionState | None, dict[str, jax.Array]]:
+    ) -> tuple[Residual, KVCache, AttentionState | None, dict[str, jax.Array]]:
         """Attention and MoE sublayers (after `look_up`).
 
         Args:
-          streams, pre, forced_experts: as in `sublayers`.
+          residual, forced_experts: as in `sublayers`.
           batch, cache, state, forced_selected: as in `Attention`.
 
         Returns:
-          streams, the next block's pre, cache, state, and what happened inside, as in `sublayers`.
+          the residual, cache, state, and what happened inside, as in `sublayers`.
         """
 
         def attend(x):
             y, new_cache, new_state = self.attn(x, batch, cache, state, forced_selected)
             return y, (new_cache, new_state)
 
-        streams, pre, (cache, state), inside = self.sublayers(
-            streams, pre, attend, batch.valid(), batch.image_mask, forced_experts
+        residual, (cache, state), inside = self.sublayers(
+            residual, attend, batch.valid(), batch.image_mask, forced_experts
         )
-        return streams, pre, cache, state, inside
+        return residual, cache, state, inside
 
 
 class DraftBlock(ResidualBlock):
@@ -146,27 +140,26 @@ class DraftBlock(ResidualBlock):
 
     def __call__(
         self,
-        streams: jax.Array,
-        pre: jax.Array,
+        residual: Residual,
         rope: jax.Array,
         context: tuple[jax.Array, jax.Array],
         seen: jax.Array,
         active: jax.Array,
-    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    ) -> tuple[Residual, dict[str, jax.Array]]:
         """One stage over a block.
 
         Args:
-          streams, pre: as in `sublayers`, T being the block size.
+          residual: as in `sublayers`, T being the block size.
           rope, context, seen: as in `DraftAttention`.
           active: bool [B] rows that draft at all.
 
         Returns:
-          streams, the next stage's pre, and what happened inside, as in `sublayers`.
+          the residual, and what happened inside, as in `sublayers`.
         """
         # Drafts are text: the image routing bias is never used here (dspark.md section 2.4).
-        image_mask = jnp.zeros(streams.shape[:2], bool)
+        image_mask = jnp.zeros(residual.streams.shape[:2], bool)
         valid = jnp.broadcast_to(active[:, None], image_mask.shape)
-        streams, pre, _, inside = self.sublayers(
-            streams, pre, lambda x: (self.attn(x, rope, context, seen), None), valid, image_mask, None
+        residual, _, inside = self.sublayers(
+            residual, lambda x: (self.attn(x, rope, context, seen), None), valid, image_mask, None
         )
-        return streams, pre, inside
+        return residual, inside

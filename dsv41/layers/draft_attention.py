@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from dsv41.layers.projections import AttentionProjections
-from pallas_kernels.quantize import ops as quantize
-from pallas_kernels.sparse_attention.ops import attend
+from pallas_kernels.formats import e4m3_to_byte
+from pallas_kernels.page_layout import WindowLayout
+from pallas_kernels.sparse_attention.ops import sparse_attention
 
 
 class DraftAttention(AttentionProjections):
@@ -31,12 +32,14 @@ class DraftAttention(AttentionProjections):
         b, k = x.shape[:2]
         _, q = self.queries(x, rope)
         own = self.window_kv(x, rope)
-        kv = quantize.dequantize_fp8(*(jnp.concatenate(pair, axis=1) for pair in zip(context, own, strict=True)))
+        values, scales = (jnp.concatenate(pair, axis=1) for pair in zip(context, own, strict=True))
+        layout = WindowLayout(self.config.head_dim, values.shape[1])
         seen = jnp.concatenate([seen, jnp.ones((b, k), bool)], axis=1)
-
-        def per_query(entries: jax.Array) -> jax.Array:
-            return jnp.broadcast_to(entries[:, None], (b, k, *entries.shape[1:]))
-
+        index = jnp.where(seen, jnp.arange(values.shape[1], dtype=jnp.int32), -1)
         with jax.named_scope("attend"):
-            o = attend(q, per_query(kv), per_query(seen), self.attn_sink[...], self.config.head_dim**-0.5)
-        return self.output(o, rope)
+            o = sparse_attention(
+                q, layout.pack(e4m3_to_byte(values), scales), jnp.arange(b, dtype=jnp.int32),
+                jnp.broadcast_to(index[:, None], (b, k, values.shape[1])), None, None, self.attn_sink[...], rope,
+                scale=self.config.head_dim**-0.5, window_layout=layout,
+            )  # fmt: skip
+        return self.output(o)

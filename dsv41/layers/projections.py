@@ -10,6 +10,7 @@ from dsv41.config import TextConfig
 from dsv41.layers.linear import Linear, RMSNorm, abstract
 from dsv41.ops.linear import WeightFormat, grouped_linear
 from dsv41.ops.rope import apply_rope
+from pallas_kernels.page_layout import WindowLayout
 from pallas_kernels.quantize import ops as quantize
 
 
@@ -43,11 +44,26 @@ class AttentionProjections(nnx.Module):
         with jax.named_scope("window_kv"):
             return quantize.quantize_fp8(apply_rope(self.kv_norm(self.wkv(x)), rope))
 
-    def output(self, o: jax.Array, rope: jax.Array) -> jax.Array:
-        """Attention output, still rotated, bfloat16 [B, T, N, H] -> bfloat16 [B, T, D]."""
+    def write_window(
+        self,
+        x: jax.Array,
+        rope: jax.Array,
+        rings: jax.Array,
+        slot: jax.Array,
+        index: jax.Array,
+        layout: WindowLayout,
+    ) -> jax.Array:
+        """The rings with the entries of `window_kv` at slot, index int32 [B, T]."""
+        with jax.named_scope("window_kv"):
+            norm = self.kv_norm
+            return quantize.write_window(
+                self.wkv(x), norm.weight[...], rope, rings, slot, index, eps=norm.eps, layout=layout
+            )
+
+    def output(self, o: jax.Array) -> jax.Array:
+        """Attention output, rotated back, bfloat16 [B, T, N, H] -> bfloat16 [B, T, D]."""
         c = self.config
         with jax.named_scope("output"):
-            o = apply_rope(o, rope[:, :, None], inverse=True)
             grouped = o.reshape(*o.shape[:2], c.o_groups, -1)
             weight = self.wo_a.stored.dequantize().reshape(c.o_groups, c.o_lora_rank, -1)
             return self.wo_b(grouped_linear(grouped, weight).reshape(*o.shape[:2], -1))

@@ -11,7 +11,7 @@ from flax import nnx
 
 from dsv41.cache import AttentionState, ForwardBatch, KVCache, take_rows
 from dsv41.config import ModelConfig, layer_schedule
-from dsv41.layers import Block, RMSNorm, abstract, parameters_of, with_parameters
+from dsv41.layers import Block, Residual, RMSNorm, abstract, open_streams, parameters_of, with_parameters
 from dsv41.ops.linear import WeightFormat
 from pallas_kernels.fixed_order import contract
 from pallas_kernels.hyper_connection import ops as mhc
@@ -53,8 +53,8 @@ class Backbone(nnx.Module):
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.head = _Table(c.vocab_size, c.hidden_size)
 
-    def start(self, batch: ForwardBatch) -> tuple[jax.Array, jax.Array]:
-        """The streams bfloat16 [B, T, R, D] and the first mix float32 [B, T, R] of a step's tokens or image rows."""
+    def start(self, batch: ForwardBatch) -> Residual:
+        """The streams and the first mix of a step's tokens or image rows."""
         x = self.embed.weight[...][batch.tokens]
         if batch.image_embeds is not None:
             x = jnp.where(batch.image_mask[..., None], batch.image_embeds, x)
@@ -62,31 +62,31 @@ class Backbone(nnx.Module):
 
     def run(
         self,
-        streams: jax.Array,
-        pre: jax.Array,
+        residual: Residual,
         batch: ForwardBatch,
         cache: KVCache,
         state: AttentionState | None,
         layers: range,
         forced: ForcedChoices,
         capture: tuple[str, ...],
-    ) -> tuple[jax.Array, jax.Array, KVCache, AttentionState | None, dict[str, jax.Array]]:
+    ) -> tuple[Residual, KVCache, AttentionState | None, dict[str, jax.Array]]:
         """Runs consecutive blocks; the last value holds what `capture` asks for, keyed "name.layer"."""
         aux: dict[str, jax.Array] = {}
         for n in layers:
             block = self.layers[n]
             with jax.named_scope(f"layer_{n}"):
-                streams = block.look_up(streams, batch)
-                if "taps" in capture and block.spec.tap is not None:
-                    # The plain mean, not the mix that the block is about to collapse with (dspark.md section 2.1).
-                    aux[f"tap.{block.spec.tap}"] = round_to_bf16(streams.astype(jnp.float32).mean(axis=2))
-                if "streams" in capture:
-                    aux[f"block_in.{n}"], aux[f"pre_in.{n}"] = streams, pre
-                streams, pre, cache, state, inside = block(
-                    streams, pre, batch, cache, state, forced.selected.get(n), forced.experts.get(n)
+                residual = block.look_up(residual, batch)
+                pre_in = residual.pre
+                residual, cache, state, inside = block(
+                    residual, batch, cache, state, forced.selected.get(n), forced.experts.get(n)
                 )
+                if "taps" in capture and block.spec.tap is not None:
+                    # The plain mean, not the mix that the block collapsed with (dspark.md section 2.1).
+                    aux[f"tap.{block.spec.tap}"] = round_to_bf16(inside["block_in"].astype(jnp.float32).mean(axis=2))
             if "streams" in capture:
-                aux[f"block_out.{n}"], aux[f"pre_out.{n}"] = streams, pre
+                out = residual.complete()
+                aux |= {f"block_in.{n}": inside["block_in"], f"pre_in.{n}": pre_in}
+                aux |= {f"block_out.{n}": out.streams, f"pre_out.{n}": out.pre}
             if "outputs" in capture:
                 aux |= {f"{k}.{n}": inside[k] for k in ("attn_out", "ffn_out")}
             if "choices" in capture:
@@ -95,17 +95,11 @@ class Backbone(nnx.Module):
                     aux[f"selected.{n}"] = state.selected
                 if block.spec.builds_candidates:
                     aux[f"candidates.{n}"] = state.candidates
-        return streams, pre, cache, state, aux
+        return residual, cache, state, aux
 
-    def finish(self, streams: jax.Array, pre: jax.Array) -> jax.Array:
-        """streams bfloat16 [..., R, D] after the last block, its pre float32 [..., R] -> logits float32 [..., V]."""
-        return contract(self.norm(mhc.collapse(streams, pre)), self.head.weight[...])
-
-
-def open_streams(x: jax.Array, num_streams: int) -> tuple[jax.Array, jax.Array]:
-    """Embeddings bfloat16 [B, T, D] -> equal streams bfloat16 [B, T, R, D], one-hot first mix float32 [B, T, R]."""
-    streams = jnp.broadcast_to(x[:, :, None], (*x.shape[:2], num_streams, x.shape[2]))
-    return streams, jnp.zeros(streams.shape[:3], jnp.float32).at[..., 0].set(1.0)
+    def finish(self, residual: Residual) -> jax.Array:
+        """The complete residual behind the last block -> logits float32 [B, T, V]."""
+        return contract(self.norm(mhc.collapse(residual.streams, residual.pre)), self.head.weight[...])
 
 
 def abstract_params(config: ModelConfig) -> Params:
@@ -154,27 +148,25 @@ def forward(
     model, forced = bind(config, params), forced or ForcedChoices()
     end = config.text_config.num_hidden_layers
     middle = end if tail is None else layer_schedule(config.text_config).decoder_start
-    streams, pre = model.start(batch)
-    streams, pre, cache, _, aux = model.run(streams, pre, batch, cache, None, range(middle), forced, capture)
+    residual, cache, _, aux = model.run(model.start(batch), batch, cache, None, range(middle), forced, capture)
     has_pages = _has_pages(batch, cache)
     if tail is not None:
+        residual = residual.complete()
         first = model.layers[middle]
-        cache = first.attn.compress(first.attention_input(streams, pre), batch, cache)
+        cache = first.attn.compress(first.enter(residual, "attn").x, batch, cache)
         if not tail:
             return None, cache, aux
         begin, batch = batch.num_new - batch.tail, batch.tail_batch(tail)
-        streams, pre = take_rows(streams, begin, tail), take_rows(pre, begin, tail)
-        streams, pre, cache, _, more = model.run(streams, pre, batch, cache, None, range(middle, end), forced, capture)
+        residual = jax.tree.map(lambda x: take_rows(x, begin, tail), residual)
+        residual, cache, _, more = model.run(residual, batch, cache, None, range(middle, end), forced, capture)
         aux |= more
     if "taps" in capture:
         taps = [aux.pop(f"tap.{i}") for i in range(len(config.text_config.dspark_target_layer_ids))]
         aux["main_hidden"] = jnp.concatenate(taps, axis=-1)
     if logits == "last":
-        last = jnp.maximum(batch.num_new - 1, 0)[:, None]
-        streams = jnp.take_along_axis(streams, last[..., None, None], axis=1)
-        pre = jnp.take_along_axis(pre, last[..., None], axis=1)
+        residual = jax.tree.map(lambda x: take_rows(x, jnp.maximum(batch.num_new - 1, 0), 1), residual)
     with jax.named_scope("head"):
-        out = model.finish(streams, pre)
+        out = model.finish(residual.complete())
     return jnp.where(has_pages[:, None, None], out, jnp.nan), cache, aux
 
 

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dsv41.cache import ForwardBatch, KVCache, read_window, write_window
+from dsv41.cache import ForwardBatch, KVCache, read_window
 from dsv41.config import ModelConfig
-from dsv41.layers import DraftBlock, Linear, RMSNorm, abstract, parameters_of, with_parameters
-from dsv41.models.backbone import Params, open_streams
+from dsv41.layers import DraftBlock, Linear, RMSNorm, abstract, open_streams, parameters_of, with_parameters
+from dsv41.models.backbone import Params
 from dsv41.ops.linear import WeightFormat
 from pallas_kernels.fixed_order import contract
 from pallas_kernels.hyper_connection import ops as mhc
@@ -77,8 +77,10 @@ class Drafter(nnx.Module):
         rope = _rope(cache, batch.positions())
         with jax.named_scope("draft_context"):
             main = first.main_norm(first.main_proj(main_hidden))
+            layout = cache.layout.window
+            slot, index = batch.ring_address(layout.length, cache.num_slots)
             rings = [
-                write_window(cache.layout, ring, batch, *stage.attn.window_kv(main, rope))
+                stage.attn.write_window(main, rope, ring, slot, index, layout)
                 for stage, ring in zip(self.mtp, cache.draft_window, strict=True)
             ]
         return dataclasses.replace(cache, draft_window=tuple(rings))
@@ -94,7 +96,7 @@ class Drafter(nnx.Module):
         c, b = self.config, anchor.shape[0]
         k, window = c.dspark_block_size, c.sliding_window
         tokens = jnp.full((b, k), c.dspark_noise_token_id, jnp.int32).at[:, 0].set(anchor)
-        streams, pre = open_streams(embed[tokens], c.hc_mult)
+        residual = open_streams(embed[tokens], c.hc_mult)
         rope = _rope(cache, start[:, None] + jnp.arange(k))
         position = start[:, None] - window + jnp.arange(window)
         rows, index = jnp.arange(b)[:, None], position % cache.layout.window.length
@@ -103,9 +105,10 @@ class Drafter(nnx.Module):
             with jax.named_scope(f"draft_stage_{i}"):
                 values, scales = read_window(cache.layout, cache.draft_window[i], slot)
                 context = values[rows, index], scales[rows, index]
-                streams, pre, inside = stage(streams, pre, rope, context, position >= 0, active)
-            aux |= {f"block_out.{i}": streams, f"experts.{i}": inside["experts"]}
-        return mhc.collapse(streams, pre), aux
+                residual, inside = stage(residual, rope, context, position >= 0, active)
+            aux |= {f"block_out.{i}": residual.complete().streams, f"experts.{i}": inside["experts"]}
+        residual = residual.complete()
+        return mhc.collapse(residual.streams, residual.pre), aux
 
     def decide(self, head: jax.Array, x: jax.Array, anchor: jax.Array, draw: Draw) -> Draft:
         """Draws the block left to right; each draft's logits depend on the one before through the Markov head.

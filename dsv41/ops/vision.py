@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv41.ops.rope import rope_frequencies, rope_table
-from dsv41.ops.tiling import map_query_tiles, query_tile
 from pallas_kernels.rounding import round_bf16, round_to_bf16
+from pallas_kernels.tiling import map_query_tiles, query_tile
 
 # Keys that are summed in one go on CPU, where the order of a longer sum would depend on the padding.
 KEY_BLOCK = 256

@@ -8,6 +8,7 @@ from pallas_kernels.page_layout import PAGE_ENTRIES, MainPageLayout, WindowLayou
 from pallas_kernels.quantize import ref as quantize
 from pallas_kernels.rope import apply_rope
 from pallas_kernels.rounding import round_to_bf16
+from pallas_kernels.tiling import map_query_tiles, query_tile
 
 BLOCK = 64
 # Below any real logit, finite so that a block without valid entries leaves no NaN in the running maximum.
@@ -77,7 +78,20 @@ def sparse_attention(
     scale: float,
     window_layout: WindowLayout,
 ) -> jax.Array:
-    """`attend` over window entries, then selected entries, read from the packed caches; arguments as in `ops`."""
+    """`attend` over window entries, then selected entries, read from the packed caches; arguments as in `ops`.
+
+    Queries are taken in tiles that bound what is gathered at a time.
+    """
+
+    def tile(q, window_index, selected, rope):
+        return _attend_gathered(q, window, slot, window_index, pool, selected, sink, rope, scale, window_layout)
+
+    entries = window_index.shape[2] + (0 if selected is None else selected.shape[2])
+    size = query_tile(q.shape[1], q.shape[0] * entries * q.shape[3] * 4)
+    return map_query_tiles(tile, size, q, window_index, selected, rope)
+
+
+def _attend_gathered(q, window, slot, window_index, pool, selected, sink, rope, scale, window_layout) -> jax.Array:
     rows = jnp.where(window_index >= 0, slot[:, None, None], 0)
     values, scales = window_layout.gather(window, rows, jnp.maximum(window_index, 0))
     kv = quantize.dequantize_fp8(formats.byte_to_e4m3(values), scales)

@@ -35,7 +35,7 @@ def fake(monkeypatch):
     monkeypatch.setattr(tune_kernels, "_kernel", lambda: "gpu")
     monkeypatch.setattr(tune_kernels, "time_spec", time_spec)
     monkeypatch.setattr(tune_kernels, "arg_specs", lambda op, tag: specs)
-    monkeypatch.setattr(tune_kernels.importlib, "import_module", lambda name: sizes)
+    monkeypatch.setattr(tune_kernels, "_block_sizes", lambda op: sizes)
     return times
 
 

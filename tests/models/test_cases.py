@@ -141,7 +141,8 @@ def test_a1_reuse_without_a_selection_is_an_error():
     x = jnp.zeros((1, batch.tokens.shape[1], 128), jnp.bfloat16)
     with pytest.raises(ValueError, match="layer 3 reuses the selection of layer 2"):
         backbone.layers[3].attn(x, batch, cache, None, None)
-    stale = AttentionState(selected=jnp.zeros((1, 8, 8), jnp.int32), candidates=None, index_source=4)
+    none = jnp.full((1, 8, 8), -1, jnp.int32)
+    stale = AttentionState(selected=none, entries=none, candidates=None, index_source=4)
     with pytest.raises(ValueError, match="layer 3 reuses the selection of layer 2"):
         backbone.layers[3].attn(x, batch, cache, stale, None)
     with pytest.raises(ValueError, match="candidate pool that no layer"):

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv41.layers import Block
+from dsv41.layers import Block, Residual
 from dsv41.models import bind
-from pallas_kernels.hyper_connection import ops as mhc
 from pallas_kernels.indexer.ops import index_scores
 from pallas_kernels.quantize import ops as quantize
 from tests.golden import expected, primitives
@@ -39,9 +38,10 @@ def golden_layers() -> dict[int, dict]:
     cache, state, results = model.init_cache(2, CAPACITY), None, {}
     for n, block in enumerate(backbone.layers):
         experts = jnp.asarray(g[f"prefill.moe_indices.{n}"].astype(np.int32))
-        step = jax.jit(lambda x, pre, cache, state, block=block, e=experts: block(x, pre, batch, cache, state, None, e))
-        out, pre, cache, state, inside = step(jnp.asarray(g[f"prefill.block_in.{n}"]), golden_pre(n), cache, state)
-        inside |= {"streams": out, "pre": pre}
+        step = jax.jit(lambda x, cache, state, block=block, e=experts: block(x, batch, cache, state, None, e))
+        residual = Residual(jnp.asarray(g[f"prefill.block_in.{n}"]), golden_pre(n))
+        residual, cache, state, inside = step(residual, cache, state)
+        inside |= {"streams": residual.complete().streams, "pre": residual.pre}
         if block.spec.selects:
             inside["selected"] = state.selected
         if block.spec.builds_candidates:
@@ -95,10 +95,8 @@ def test_routing_is_exact(layer):
     """
     model, g = tiny_model(), expected(GOLDEN)
     block = bind(model.config, model.params).layers[layer]
-    streams = jnp.asarray(g[f"prefill.block_in.{layer}"])
-    own_pre, post, comb = block._mix(streams, "attn")
-    streams = mhc.update(streams, jnp.asarray(g[f"prefill.attn_out.{layer}"]), post, comb)
-    x = block.ffn_norm(mhc.collapse(streams, own_pre))
+    entered = block.enter(Residual(jnp.asarray(g[f"prefill.block_in.{layer}"]), golden_pre(layer)), "attn")
+    x = block.enter(entered.leave(jnp.asarray(g[f"prefill.attn_out.{layer}"])), "ffn").x
     valid = jnp.ones(x.shape[:2], bool)
     _, experts, weights = block.ffn(x, valid, ~valid, None)
     golden, order = g[f"prefill.moe_indices.{layer}"], np.argsort(g[f"prefill.moe_indices.{layer}"], axis=-1)
@@ -108,8 +106,8 @@ def test_routing_is_exact(layer):
 
 
 def _attention_input(block: Block, layer: int) -> jnp.ndarray:
-    streams = jnp.asarray(expected(GOLDEN)[f"prefill.block_in.{layer}"])
-    return block.attn_norm(mhc.collapse(streams, golden_pre(layer)))
+    residual = Residual(jnp.asarray(expected(GOLDEN)[f"prefill.block_in.{layer}"]), golden_pre(layer))
+    return block.enter(residual, "attn").x
 
 
 @pytest.mark.parametrize("layer", [2, 4, 6, 8, 10])
@@ -118,9 +116,11 @@ def test_index_scores(layer):
     block = bind(model.config, model.params).layers[layer]
     x = _attention_input(block, layer)
     rope = model.init_cache(2, CAPACITY).rope[1][:PROMPT][None]
-    q, weights = block.attn.indexer.query(x, block.attn.q_norm(block.attn.wq_a(x)), rope)
+    query = block.attn.indexer.query(x, block.attn.q_norm(block.attn.wq_a(x)), rope)
+    q = quantize.dequantize_mxfp4(query.values, query.scales)
     keys = jnp.asarray(g[f"cache_after_prefill.index_k.{block.spec.kv_source}"])
-    scores, golden = np.asarray(index_scores(q, weights, keys)), g[f"prefill.index_score.{layer}"].astype(np.float32)
+    scores = np.asarray(index_scores(q, query.weights, keys))
+    golden = g[f"prefill.index_score.{layer}"].astype(np.float32)
     visible = np.isfinite(golden)
     assert visible.any()
     np.testing.assert_array_equal(scores[visible], golden[visible])

@@ -10,6 +10,7 @@ import pytest
 
 from dsv41.cache import take_rows
 from dsv41.engine import step_batch
+from dsv41.layers import Residual
 from dsv41.models import ForcedChoices, bind
 from tests.golden import expected, replay
 from tests.models.cache_rows import committed_rows, same_rows
@@ -122,18 +123,19 @@ def test_golden_replay_from_the_encoder_output():
     batch = jax.tree.map(jnp.asarray, chunk(g["input_ids"][:, :PROMPT], tail=WINDOW))
 
     @jax.jit
-    def decoder(streams, pre, cache):
+    def decoder(residual, cache):
         first = backbone.layers[6]
-        cache = first.attn.compress(first.attention_input(streams, pre), batch, cache)
+        cache = first.attn.compress(first.enter(residual, "attn").x, batch, cache)
         begin, tail = batch.num_new - batch.tail, batch.tail_batch(WINDOW)
-        streams, pre = take_rows(streams, begin, WINDOW), take_rows(pre, begin, WINDOW)
-        streams, pre, *_ = backbone.run(streams, pre, tail, cache, None, range(6, 12), ForcedChoices(), ())
-        return backbone.finish(streams, pre)
+        residual = jax.tree.map(lambda x: take_rows(x, begin, WINDOW), residual)
+        residual, *_ = backbone.run(residual, tail, cache, None, range(6, 12), ForcedChoices(), ())
+        return backbone.finish(residual.complete())
 
     def padded(x):
         return jnp.pad(jnp.asarray(x), [(0, 0), (0, batch.tokens.shape[1] - PROMPT)] + [(0, 0)] * (x.ndim - 2))
 
-    logits = decoder(padded(g["prefill.block_in.6"]), padded(g["prefill.pre_mix_out.5"]), model.init_cache(2, CAPACITY))
+    residual = Residual(padded(g["prefill.block_in.6"]), padded(g["prefill.pre_mix_out.5"]))
+    logits = decoder(residual, model.init_cache(2, CAPACITY))
     mean = np.abs(np.asarray(logits) - r["tail.logits"]).mean(axis=(1, 2))
     print(f"\ntail from golden encoder output: mean {mean}")
     assert mean[0] < 0.01 and mean[1] < 0.04

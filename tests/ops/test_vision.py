@@ -9,7 +9,7 @@ from dsv41.config import VisionConfig
 from dsv41.images import plan_image
 from dsv41.models.vision import unshuffle_sources
 from dsv41.ops import vision
-from dsv41.ops.tiling import map_query_tiles
+from pallas_kernels.tiling import map_query_tiles
 from tests.models.parity import ulps_bf16
 
 HEADS, WIDTH = 3, 16

@@ -16,8 +16,8 @@ def query_tile(tokens: int, bytes_per_token: int, budget: int = TILE_BYTES) -> i
     return min(tokens, 1 << (fit.bit_length() - 1))
 
 
-def map_query_tiles(fn: Callable[..., Any], tile: int, *arrays: jax.Array) -> Any:
-    """Applies `fn` to arrays [B, T, ...] cut into [B, tile, ...] along T, one tile after the other.
+def map_query_tiles(fn: Callable[..., Any], tile: int, *arrays: jax.Array | None) -> Any:
+    """Applies `fn` to arrays [B, T, ...] (or None) cut into [B, tile, ...] along T, one tile after the other.
 
     Rows of T are independent in `fn`; the last tile is padded with zeros and cut again. Returns fn's pytree of [B, T,
     ...].
@@ -35,5 +35,5 @@ def map_query_tiles(fn: Callable[..., Any], tile: int, *arrays: jax.Array) -> An
         x = jnp.moveaxis(x, 0, 1)
         return x.reshape(x.shape[0], tiles * tile, *x.shape[3:])[:, :tokens]
 
-    out = jax.lax.map(lambda parts: fn(*parts), tuple(split(a) for a in arrays))
+    out = jax.lax.map(lambda parts: fn(*parts), jax.tree.map(split, arrays))
     return jax.tree.map(join, out)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv41.ops.tiling import map_query_tiles, query_tile
+from pallas_kernels.tiling import map_query_tiles, query_tile
 
 
 @pytest.mark.parametrize("tile", [1, 3, 4, 7, 16])

@@ -1,0 +1,103 @@
+"""Selection in two levels against the streaming one, which the golden data hold."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv41.ops import selection
+from dsv41.ops.block_selection import IndexQuery, candidate_pool, select_by_blocks, select_in_blocks
+from pallas_kernels.indexer import ops as indexer
+from pallas_kernels.page_layout import PAGE_ENTRIES, IndexPageLayout
+from pallas_kernels.quantize import ops as quantize
+
+BLOCK, HEADS, WIDTH = 4, 3, 32
+PAGES, TOKENS = 3, 5
+LAYOUT = IndexPageLayout(WIDTH)
+
+
+def _case(seed: int, ties: bool):
+    """Queries, a pool with its pages in any order, and how many entries each query sees."""
+    rng = np.random.default_rng(seed)
+    values, scales = quantize.quantize_mxfp4(jnp.asarray(rng.normal(size=(2, TOKENS, HEADS, WIDTH)), jnp.bfloat16))
+    query = IndexQuery(values, scales, jnp.asarray(rng.normal(size=(2, TOKENS, HEADS)), jnp.bfloat16))
+    keys = rng.normal(size=(2 * PAGES, PAGE_ENTRIES, WIDTH))
+    if ties:
+        keys = keys[:, :1] * rng.integers(0, 2, (2 * PAGES, PAGE_ENTRIES, 1))
+    pages = rng.permutation(2 * PAGES).reshape(2, PAGES).astype(np.int32)
+    page, entry = np.divmod(np.arange(2 * PAGES * PAGE_ENTRIES), PAGE_ENTRIES)
+    stored = quantize.quantize_mxfp4(jnp.asarray(keys.reshape(-1, WIDTH), jnp.bfloat16))
+    pool = LAYOUT.write(jnp.zeros(LAYOUT.shape(2 * PAGES), jnp.uint8), jnp.asarray(page), jnp.asarray(entry), *stored)
+    visible = rng.integers(0, PAGES * PAGE_ENTRIES + 1, (2, TOKENS)).astype(np.int32)
+    visible[0, 0], visible[1, 1] = 0, PAGES * PAGE_ENTRIES
+    return query, pool, jnp.asarray(pages), jnp.asarray(visible)
+
+
+def _streaming(query, pool, pages, visible, top_k, pool_blocks):
+    def read_keys(i):
+        keys = quantize.dequantize_mxfp4(*LAYOUT.read_pages(pool, pages[:, i][:, None]))
+        return keys.reshape(2, PAGE_ENTRIES, WIDTH)
+
+    q = quantize.dequantize_mxfp4(query.values, query.scales)
+    options = {"tile": PAGE_ENTRIES, "top_k": top_k, "pool_blocks": pool_blocks, "block_size": BLOCK}
+    return selection.select(q, query.weights, visible, read_keys, **options)
+
+
+def _same_sets(query, pool, pages, visible, actual, expected) -> None:
+    """Equal as sets, but for the choice among equal scores."""
+    all_blocks = jnp.broadcast_to(jnp.arange(PAGES * PAGE_ENTRIES // BLOCK, dtype=jnp.int32), (2, TOKENS, 96))
+    parts = (query.values, query.scales, query.weights)
+    scores = np.asarray(indexer.entry_scores(*parts, pool, pages, visible, all_blocks, block_size=BLOCK))
+    for row in np.ndindex(visible.shape):
+        got, wanted = (np.asarray(ids[row]) for ids in (actual, expected))
+        used = got >= 0
+        assert (np.flatnonzero(~used) >= used.sum()).all()  # unused places at the end
+        assert len(set(got[used])) == used.sum() == (wanted >= 0).sum()
+        np.testing.assert_array_equal(np.sort(scores[row][got[used]]), np.sort(scores[row][wanted[wanted >= 0]]))
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(("top_k", "pool_blocks"), [(8, 5), (20, 40), (500, 0)])
+def test_the_same_entries_and_the_same_pool(top_k, pool_blocks, ties):
+    query, pool, pages, visible = _case(top_k + pool_blocks, ties)
+    by_blocks = jax.jit(select_by_blocks, static_argnames=("top_k", "pool_blocks", "block_size"))
+    selected, candidates = by_blocks(
+        query, pool, pages, visible, top_k=top_k, pool_blocks=pool_blocks, block_size=BLOCK
+    )
+    expected, expected_pool = _streaming(query, pool, pages, visible, top_k, pool_blocks)
+    _same_sets(query, pool, pages, visible, selected, expected)
+    np.testing.assert_array_equal(candidates, expected_pool)
+
+
+def test_inside_the_pool_only():
+    query, pool, pages, visible = _case(7, ties=False)
+    _, candidates = _streaming(query, pool, pages, visible, 8, 5)
+    selected = select_in_blocks(query, pool, pages, visible, candidates, top_k=8, block_size=BLOCK)
+    everything, _ = _streaming(query, pool, pages, visible, PAGES * PAGE_ENTRIES, 0)
+    for row in np.ndindex(visible.shape):
+        inside = [e for e in np.asarray(everything[row]) if e >= 0 and e // BLOCK in np.asarray(candidates[row])]
+        # The pool is ascending, so that plain XLA resolves ties alike here.
+        assert [e for e in np.asarray(selected[row]) if e >= 0] == inside[:8]
+
+
+@pytest.mark.parametrize(
+    ("length", "kept", "usable"),
+    [(1, 1, 1), (9, 2, 9), (17, 3, 17), (16384, 2048, 16384), (16385, 2048, 16377), (16393, 2048, 16377)],
+)
+def test_a2_candidate_arithmetic(length, kept, usable):
+    blocks = -(-length // 8)
+    pool = np.asarray(candidate_pool(jnp.zeros((1, 1, blocks)), jnp.array([[length]], jnp.int32), 2048, 8))[0, 0]
+    pool = pool[pool >= 0]
+    assert len(pool) == len(set(pool)) == kept
+    assert ((pool[:, None] * 8 + np.arange(8)) < length).sum() == usable
+
+
+def test_a3_newest_block_stays():
+    maxima = jnp.ones((1, 1, 2500)).at[..., -1].set(-100.0)
+    pool = np.asarray(candidate_pool(maxima, jnp.array([[20_000]], jnp.int32), 2048, 8))[0, 0]
+    assert 2499 in pool and (np.diff(pool) > 0).all()
+
+
+def test_a_query_that_sees_nothing_has_no_pool():
+    pool = candidate_pool(jnp.zeros((1, 2, 10)), jnp.array([[0, 5]], jnp.int32), 4, 4)
+    np.testing.assert_array_equal(pool, [[[-1] * 4, [0, 1, -1, -1]]])
