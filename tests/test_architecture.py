@@ -18,6 +18,9 @@ MAX_FUNCTION_LINES = {"dsv41": 60, "launch": 60, "pallas_kernels": 150}
 FORBIDDEN_FILES = re.compile(r"(utils?|helpers?|common|misc|.*_(v\d+|deprecated|old|new|copy))\.py")
 # What an import is called where the distribution is called otherwise.
 IMPORT_NAMES = {"absl-py": "absl", "pillow": "PIL"}
+# What the benchmark may compare with, where it happens to be installed.
+PEERS = "pallas_kernels/bench_peers/"
+PEER_PACKAGES = {"torch", "triton"}
 
 
 def _python_files(*packages: str) -> list[pathlib.Path]:
@@ -59,7 +62,13 @@ def test_ruff_format():
 def test_kernels_know_only_arrays():
     allowed = {"jax", "ml_dtypes", "numpy", "pallas_kernels"}
     found = {f.relative_to(ROOT).as_posix(): _imported_packages(f) - allowed for f in _python_files("pallas_kernels")}
-    assert {f: names for f, names in found.items() if names} == {}
+    assert {f: names for f, names in found.items() if names - (PEER_PACKAGES if f.startswith(PEERS) else set())} == {}
+
+
+def test_only_the_benchmark_knows_peers():
+    users = [f for f in _python_files("dsv41", "pallas_kernels", "launch") if "bench_peers" in f.read_text()]
+    outside = {f.relative_to(ROOT).as_posix() for f in users if PEERS not in f.as_posix()}
+    assert outside <= {"launch/bench_kernels.py"}
 
 
 def test_config_and_images_load_without_jax():
@@ -72,7 +81,7 @@ def test_dependencies_are_what_is_imported():
     distributions = {re.match(r"[\w-]+", d).group() for d in declared}
     names = {IMPORT_NAMES.get(d, d) for d in distributions}
     own = {"dsv41", "pallas_kernels", "launch"}
-    imported = set().union(*(_imported_packages(f) for f in _python_files(*own))) - own
+    imported = set().union(*(_imported_packages(f) for f in _python_files(*own))) - own - PEER_PACKAGES
     assert imported == names
 
 
