@@ -61,7 +61,17 @@ def sparse_attention(
 
         return gpu.problem(*arrays, scale=scale, window_layout=window_layout)
 
-    chosen = choose("sparse_attention", implementation, {"gpu": gpu_problem})
+    def tpu_problem() -> str | None:
+        from pallas_kernels.sparse_attention import tpu
+
+        return tpu.problem(q, window_index, selected, rope, window_layout=window_layout)
+
+    chosen = choose("sparse_attention", implementation, {"gpu": gpu_problem, "tpu": tpu_problem})
+    if chosen in ("tpu", "tpu_interpret"):
+        from pallas_kernels.sparse_attention import tpu
+
+        interpret = chosen == "tpu_interpret"
+        return tpu.sparse_attention(*arrays, scale=scale, window_layout=window_layout, interpret=interpret)
     if chosen == "gpu":
         from pallas_kernels.sparse_attention import gpu
 

@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import compat, formats
 from pallas_kernels.page_layout import PAGE_ENTRIES, ROW_BYTES, MainPageLayout, WindowLayout
-from pallas_kernels.sparse_attention import ops
+from pallas_kernels.sparse_attention import ops, tpu
 from tests.golden import primitives
 from tests.pallas_kernels import sparse_attention_cases
 
@@ -122,9 +122,14 @@ def _dense(args: dict) -> np.ndarray:
     return out
 
 
+@functools.cache
+def _compiled(implementation: str, scale: float, window_layout: WindowLayout):
+    static = {"scale": scale, "window_layout": window_layout, "implementation": implementation}
+    return jax.jit(functools.partial(ops.sparse_attention, **static))
+
+
 def _run(args: dict, implementation: str) -> np.ndarray:
-    static = {k: args[k] for k in ("scale", "window_layout")}
-    fn = jax.jit(functools.partial(ops.sparse_attention, **static, implementation=implementation))
+    fn = _compiled(implementation, args["scale"], args["window_layout"])
     return np.asarray(fn(**{k: args[k] for k in sparse_attention_cases.ARRAYS}), np.float64)
 
 
@@ -173,3 +178,44 @@ _GPU = pytest.param(
 def test_kernel_against_float64(case, implementation):
     args = sparse_attention_cases.make(case, seed=sum(case.encode()) + 1)
     _assert_near(_run(args, implementation), _dense(args))
+
+
+# The interpreter takes seconds for a new shape: the quick run has one of each kind.
+_QUICK = (
+    "tiny", "tiny_absent", "tiny_window_only", "no_window", "nothing_visible", "no_sequences", "one_of_everything",
+    "largest_scales", "smallest_scales", "zero_scales", "outlier", "huge_sink", "page_ends", "released_poisoned",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c in _QUICK else pytest.mark.slow) for c in sparse_attention_cases.CASES]
+)
+def test_tpu_kernel_against_float64(case):
+    args = sparse_attention_cases.make(case, seed=sum(case.encode()) + 2)
+    _assert_near(_run(args, "tpu_interpret"), _dense(args))
+
+
+def test_nan_in_an_entry_that_is_seen_is_not_hidden():
+    args = sparse_attention_cases.make("tiny", seed=5)
+    layout = args["window_layout"]
+    rings = np.array(args["window"]).reshape(args["window"].shape[0], -1)
+    entry, slot = int(args["window_index"][0, 0, 0]), int(args["slot"][0])
+    rings[slot, layout.value_rows * ROW_BYTES + entry * layout.scale_bytes] = 0xFF
+    args["window"] = jnp.asarray(rings.reshape(args["window"].shape))
+    args["window_index"] = args["window_index"].at[0, 1].set(-1)
+    out = _run(args, "tpu_interpret")
+    assert np.isnan(out[0, 0]).all()
+    assert np.isfinite(out[0, 1]).all() and np.isfinite(out[1:]).all()
+
+
+def test_tpu_kernel_walks_a_long_ring_in_blocks():
+    shape = sparse_attention_cases.Shape(batch=1, tokens=2, heads=8, width=512, pages=1, selected=0, ring=300)
+    args = sparse_attention_cases.random_case(np.random.default_rng(300), shape)
+    _assert_near(_run(args, "tpu_interpret"), _dense(args))
+
+
+def test_tpu_kernel_refuses_a_ring_beyond_its_memory():
+    q = jax.ShapeDtypeStruct((1, 2, 8, 512), jnp.bfloat16)
+    index = jax.ShapeDtypeStruct((1, 2, 128), jnp.int32)
+    assert tpu.problem(q, index, None, None, window_layout=WindowLayout(512, 4224)) is None
+    assert "MiB of VMEM" in tpu.problem(q, index, None, None, window_layout=WindowLayout(512, 30000))
