@@ -46,10 +46,10 @@ def _kernel() -> str:
     return {"gpu": "gpu", "cuda": "gpu", "tpu": "tpu"}.get(jax.default_backend(), "xla")
 
 
-def _specs() -> list[tuple[str, ArgSpec]]:
+def _specs() -> dict[str, list[ArgSpec]]:
     ops = OPS if "all" in _OP.value else [op for op in OPS if op in _OP.value]
-    specs = [(op, spec) for op in ops for spec in arg_specs(op, _TAG.value) if _SPEC.value in spec.name]
-    if not specs:
+    specs = {op: [s for s in arg_specs(op, _TAG.value) if _SPEC.value in s.name] for op in ops}
+    if not any(specs.values()):
         raise DSV41Error(f"--spec={_SPEC.value!r}: no shape of {', '.join(ops)} tagged {_TAG.value!r} has such a name")
     return specs
 
@@ -129,8 +129,9 @@ def main() -> None:
         print("bench_kernels: this backend has no kernels; plain XLA is timed", file=sys.stderr)
     table, results = _table(), []
     progress = Console(stderr=True)
-    for op, spec in specs:
-        for row in bench(op, [spec], kernel, calls=_CALLS.value, xla=_XLA.value or kernel == "xla"):
+    for op, shapes in specs.items():
+        rows = bench(op, shapes, kernel, calls=_CALLS.value, xla=_XLA.value or kernel == "xla")
+        for spec, row in zip(shapes, rows, strict=True):
             peers = _peer_times(op, spec)
             results.append(_as_json(row, peers))
             table.add_row(*_cells(row, peers))

@@ -1,8 +1,10 @@
 """What an op costs on the device at hand: its kernel, plain XLA in the same run, and the measured limits."""
 
+import concurrent.futures
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Iterable
 
 import jax
@@ -15,6 +17,8 @@ from pallas_kernels.measure import DeviceTime, device_time
 _COLD_BYTES = 512 << 20
 _MOST_SETS = 8
 _MOST_BYTES = 24 << 30
+# What a program that does not fit this device, or shapes that a kernel does not take, end with.
+_FAILURES = (ValueError, NotImplementedError, jax.errors.JaxRuntimeError)
 # Calls that take longer than this are not repeated more than a few times.
 _LONG_US = 20_000
 
@@ -88,14 +92,17 @@ def bench(op: str, specs: Iterable[ArgSpec], kernel: str, *, calls: int = 20, xl
       calls: timed calls of each.
       xla: also time plain XLA.
     """
-    for spec in specs:
+    names = list(dict.fromkeys([kernel] + ["xla"] * xla))
+    specs = list(specs)
+    compiled = _compile([(spec, name) for spec in specs for name in names])
+    for i, spec in enumerate(specs):
         limit = max(spec.bytes / ceilings().bytes_per_us, spec.flops / ceilings().flops_per_us)
         sets = _argument_sets(spec)
         times, errors = {}, []
-        for name in dict.fromkeys([kernel] + ["xla"] * xla):
+        for name, program in zip(names, compiled[i * len(names) :], strict=False):
             try:
-                times[name] = _time(spec, name, sets, calls)
-            except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as e:
+                times[name] = _time(spec, program, sets, calls)
+            except _FAILURES as e:
                 errors.append(f"{name}: {str(e).splitlines()[0][:200]}")
         yield Row(
             op=op, spec=spec.name, kernel=kernel, time=times.get(kernel), xla=times.get("xla"), bytes=spec.bytes,
@@ -105,7 +112,31 @@ def bench(op: str, specs: Iterable[ArgSpec], kernel: str, *, calls: int = 20, xl
 
 def time_spec(spec: ArgSpec, implementation: str, *, calls: int = 20) -> float:
     """Microseconds of device time of one implementation."""
-    return _time(spec, implementation, _argument_sets(spec), calls).us
+    (program,) = _compile([(spec, implementation)])
+    return _time(spec, program, _argument_sets(spec), calls).us
+
+
+def _compile(jobs: list[tuple[ArgSpec, str]]) -> list[jax.stages.Compiled | Exception]:
+    """Programs of (donated array or None, the other arrays), lowered in turn and compiled side by side."""
+
+    def lower(spec: ArgSpec, implementation: str) -> jax.stages.Lowered:
+        bound, arrays = spec.bind(implementation), spec.abstract()
+        donated = None if spec.donated is None else arrays.pop(spec.donated)
+
+        def fn(donated, rest):
+            return bound(rest if spec.donated is None else {**rest, spec.donated: donated})
+
+        return jax.jit(fn, donate_argnums=0).lower(donated, arrays)
+
+    def attempt(fn, *args):
+        try:
+            return fn(*args)
+        except _FAILURES as e:
+            return e
+
+    lowered = [attempt(lower, *job) for job in jobs]
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
+        return list(threads.map(lambda x: x if isinstance(x, Exception) else attempt(x.compile), lowered))
 
 
 def _argument_sets(spec: ArgSpec) -> list[tuple[dict[str, jax.Array]]]:
@@ -116,24 +147,20 @@ def _argument_sets(spec: ArgSpec) -> list[tuple[dict[str, jax.Array]]]:
     return [(jax.block_until_ready(make(jax.random.key(i))),) for i in range(count)]
 
 
-class _InPlace:
-    """A function of the arrays' dict that donates one of them and takes its own result for it in the next call."""
+def _time(spec: ArgSpec, program: jax.stages.Compiled | Exception, sets: list, calls: int) -> DeviceTime:
+    if isinstance(program, Exception):
+        raise program
+    latest: dict[int, jax.Array] = {}
 
-    def __init__(self, spec: ArgSpec, implementation: str):
-        self._name, bound = spec.donated, spec.bind(implementation)
-        self._fn = jax.jit(lambda donated, rest: bound({**rest, spec.donated: donated}), donate_argnums=0)
-        self._latest = {}
+    def fn(arrays: dict[str, jax.Array]) -> jax.Array:
+        """A donated array is replaced by the result of the call before, so that no copy of it is timed."""
+        if spec.donated is None:
+            return program(None, arrays)
+        rest = {name: array for name, array in arrays.items() if name != spec.donated}
+        donated = latest.pop(id(arrays), None)
+        latest[id(arrays)] = program(jnp.copy(arrays[spec.donated]) if donated is None else donated, rest)
+        return latest[id(arrays)]
 
-    def __call__(self, arrays: dict[str, jax.Array]) -> jax.Array:
-        rest = {name: array for name, array in arrays.items() if name != self._name}
-        donated = self._latest.pop(id(arrays), None)
-        out = self._fn(jnp.copy(arrays[self._name]) if donated is None else donated, rest)
-        self._latest[id(arrays)] = out
-        return out
-
-
-def _time(spec: ArgSpec, implementation: str, sets: list, calls: int) -> DeviceTime:
-    fn = jax.jit(spec.bind(implementation)) if spec.donated is None else _InPlace(spec, implementation)
     jax.block_until_ready(fn(*sets[0]))
     first = device_time(fn, sets[:1], calls=1)
     return first if first.us > _LONG_US else device_time(fn, sets, calls=calls)
