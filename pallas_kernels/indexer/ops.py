@@ -52,10 +52,16 @@ def block_maxima(
     if min(batch, tokens, pages.shape[1]) == 0:
         return jnp.zeros((batch, tokens, pages.shape[1] * PAGE_ENTRIES // block_size), jnp.float32)
 
-    if choose("block_maxima", implementation, _problems(q_values, weights, pool, block_size)) == "gpu":
+    problems = _problems(q_values, weights, pool, block_size, num_pages=pages.shape[1])
+    chosen = choose("block_maxima", implementation, problems)
+    if chosen == "gpu":
         from pallas_kernels.indexer import gpu
 
         return gpu.block_maxima(*arrays, block_size=block_size)
+    if chosen in ("tpu", "tpu_interpret"):
+        from pallas_kernels.indexer import tpu
+
+        return tpu.block_maxima(*arrays, block_size=block_size, interpret=chosen == "tpu_interpret")
     return ref.block_maxima(*arrays, block_size=block_size)
 
 
@@ -96,10 +102,16 @@ def entry_scores(
     if min(*blocks.shape, pages.shape[1]) == 0:
         return jnp.full((*visible.shape, blocks.shape[2] * block_size), -jnp.inf, jnp.float32)
 
-    if choose("entry_scores", implementation, _problems(q_values, weights, pool, block_size)) == "gpu":
+    problems = _problems(q_values, weights, pool, block_size, num_blocks=blocks.shape[2])
+    chosen = choose("entry_scores", implementation, problems)
+    if chosen == "gpu":
         from pallas_kernels.indexer import gpu
 
         return gpu.entry_scores(*arrays, block_size=block_size)
+    if chosen in ("tpu", "tpu_interpret"):
+        from pallas_kernels.indexer import tpu
+
+        return tpu.entry_scores(*arrays, block_size=block_size, interpret=chosen == "tpu_interpret")
     return ref.entry_scores(*arrays, block_size=block_size)
 
 
@@ -112,13 +124,18 @@ def runs_kernel(q_values: jax.Array, weights: jax.Array, pool: jax.Array, block_
     return choose("index scores", None, _problems(q_values, weights, pool, block_size)) != "xla"
 
 
-def _problems(q_values, weights, pool, block_size: int) -> dict[str, Callable[[], str | None]]:
+def _problems(q_values, weights, pool, block_size: int, **counts: int) -> dict[str, Callable[[], str | None]]:
     def gpu() -> str | None:
         from pallas_kernels.indexer import gpu
 
         return gpu.problem(q_values, weights, pool, block_size=block_size)
 
-    return {"gpu": gpu}
+    def tpu() -> str | None:
+        from pallas_kernels.indexer import tpu
+
+        return tpu.problem(q_values, block_size, **counts)
+
+    return {"gpu": gpu, "tpu": tpu}
 
 
 def _check(op, q_values, q_scales, weights, pool, pages, visible, block_size: int) -> None:

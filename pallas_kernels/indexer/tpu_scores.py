@@ -14,10 +14,10 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import tpu_formats as formats
+from pallas_kernels.indexer.tpu_plans import LANES
 from pallas_kernels.page_layout import IndexPageLayout
 from pallas_kernels.rounding import round_bf16
 
-LANES = 128
 _CHANNELS_PER_WORD = 8
 _WORDS_PER_GROUP = 4
 FORMS = ("float32", "pairs")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pallas_kernels import compat
-from pallas_kernels.indexer import arg_specs
+from pallas_kernels.indexer import arg_specs, tpu, tpu_scores
 from pallas_kernels.indexer import ops as indexer
 from pallas_kernels.page_layout import PAGE_ENTRIES, IndexPageLayout
 from pallas_kernels.quantize import ops as quantize
@@ -77,8 +77,13 @@ def _close(actual: jax.Array, scores: np.ndarray, terms: np.ndarray) -> None:
     np.testing.assert_array_equal(_bf16(actual), actual)
 
 
+@functools.cache
+def _compiled(fn, **static):
+    return jax.jit(functools.partial(fn, **static))
+
+
 def _run(fn, case: dict, names: tuple[str, ...], **static) -> jax.Array:
-    return jax.jit(functools.partial(fn, **static))(*(case[name] for name in names))
+    return _compiled(fn, **static)(*(case[name] for name in names))
 
 
 _COMMON = ("q_values", "q_scales", "weights", "pool", "pages", "visible")
@@ -105,6 +110,49 @@ def test_scores(name, shape, implementation):
     # The same bits in both, so that the two levels of a selection agree.
     of_entries = np.asarray(entries).reshape(*blocks.shape, shape.block_size).max(axis=-1)
     np.testing.assert_array_equal(of_entries, _at_blocks(np.asarray(maxima), blocks, 1, -np.inf))
+
+
+# The interpreter takes seconds for a new shape: the quick run has one of each kind.
+_QUICK = {
+    ("tiny", "random"), ("tiny", "nan_query"), ("tiny", "no_blocks"), ("tiny", "unassigned_pages"),
+    ("one_token", "random"), ("many_tokens", "random"), ("released", "one_outlier"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "shape,name",
+    [
+        pytest.param(s, n, marks=() if (s, n) in _QUICK else pytest.mark.slow)
+        for s in SHAPES
+        for n in CASES
+        if s != "pairs" or n == "random"
+    ],
+)
+def test_scores_of_the_tpu_kernels(shape, name):
+    test_scores(name, shape, "tpu_interpret")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["tiny", "released"])
+def test_both_forms_of_the_tpu_kernels_agree(shape):
+    shape = SHAPES[shape]
+    case = CASES["random"](np.random.default_rng(8), shape)
+    for fn, names in ((tpu.block_maxima, _COMMON), (tpu.entry_scores, (*_COMMON, "blocks"))):
+        static = {"block_size": shape.block_size, "interpret": True}
+        np.testing.assert_array_equal(*(_run(fn, case, names, form=form, **static) for form in tpu_scores.FORMS))
+
+
+def test_block_maxima_from_pairs_of_bfloat16():
+    case = CASES["one_outlier"](np.random.default_rng(8))
+    maxima = _run(tpu.block_maxima, case, _COMMON, block_size=Shape().block_size, form="pairs", interpret=True)
+    scores, terms = (x.reshape(*x.shape[:2], -1, Shape().block_size).max(-1) for x in _oracle(case))
+    _close(maxima, scores, terms)
+
+
+def test_tpu_kernels_refuse_a_page_table_beyond_their_memory():
+    q = jax.ShapeDtypeStruct((1, 1, 32, 64), jnp.uint8)
+    assert tpu.problem(q, 8, num_pages=1 << 13, num_blocks=2048) is None
+    assert "MiB of VMEM" in tpu.problem(q, 8, num_pages=1 << 20)
 
 
 @pytest.mark.parametrize("spec", [s for s in arg_specs.SPECS if "ci" in s.tags], ids=lambda s: s.name)
