@@ -23,6 +23,20 @@ def contract(x: jax.Array, weight: jax.Array) -> jax.Array:
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
+def contract_groups(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Each group's x [..., G, in] times its own weight [G, out, in] transposed -> float32 [..., G, out]."""
+
+    def one_by_one(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return jnp.stack([contract(x[..., g, :], weight[g]) for g in range(weight.shape[0])], axis=-2)
+
+    def at_once(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return jnp.einsum(
+            "...gi,goi->...go", x, weight, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+        )
+
+    return jax.lax.platform_dependent(x, weight, cpu=one_by_one, default=at_once)
+
+
 def _product(rows: jax.Array, weight: jax.Array) -> jax.Array:
     return jax.lax.dot_general(
         rows, weight, (((1,), (1,)), ((), ())), precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.fixed_order import contract
+from pallas_kernels.fixed_order import contract, contract_groups
 from pallas_kernels.quantize import ops as quantize
 from pallas_kernels.rounding import round_to_bf16
 
@@ -67,5 +67,4 @@ def grouped_linear(x: jax.Array, weight: jax.Array) -> jax.Array:
 
     x bfloat16 [..., G, in]; weight bfloat16 [G, out, in] -> bfloat16 [..., G, out].
     """
-    groups = [contract(x[..., g, :], weight[g]) for g in range(weight.shape[0])]
-    return round_to_bf16(jnp.stack(groups, axis=-2))
+    return round_to_bf16(contract_groups(x, weight))
