@@ -157,6 +157,10 @@ class Simt:
         """32 for 0."""
         return _asm("{.reg .b32 t; brev.b32 t, $1; clz.b32 $0, t;}", x)
 
+    def shift_right(self, x: Word, count: Word) -> Word:
+        """x >> count, 0 for counts of 32 and more."""
+        return _asm("shr.u32 $0, $1, $2;", x, count)
+
     def sign_mask(self, x: Word) -> Word:
         """All ones where bit 31 is set, else 0."""
         return Word(arith.shrsi(x.value, _constant(31)))
@@ -172,10 +176,6 @@ class Simt:
         f32 = ir.F32Type.get()
         a, b = arith.bitcast(f32, a.value), arith.bitcast(f32, b.value)
         return Flag(arith.cmpf(arith.CmpFPredicate.OGT, a, b))
-
-    def positive_zero(self, x: Word) -> Word:
-        """The same float32, +0 for -0."""
-        return _asm("add.rn.f32 $0, $1, 0f00000000;", x)
 
     def pair_max(self, a: Word, b: Word) -> Word:
         """max of two bfloat16 each; a number where either is one."""

@@ -57,12 +57,12 @@ def plan(width: int, k: int, itemsize: int, **changes) -> Plan:
             vectors *= 2
         else:
             threads *= 2
-    tile, piece = threads * vectors * per_vector, threads * per_vector
+    tile, piece = threads * vectors * per_vector, threads * 4
     group = _group(vectors * 4, threads, k, per_vector // 4)
     if group or part > tile:
-        capacity = max(2 * k, k + 2 * piece, 2048)
+        capacity = max(3 * k, k + 2 * piece)
     else:
-        capacity = max(tile, k + 2 * piece)
+        capacity = max(tile, k + piece)
     values = {
         "k": k,
         "width": width,
@@ -70,8 +70,8 @@ def plan(width: int, k: int, itemsize: int, **changes) -> Plan:
         "threads": threads,
         "vectors": vectors,
         "group": group,
-        "bins": max(1024, 1 << (k - 1).bit_length()),
-        "capacity": capacity,
+        "bins": max(512, 1 << (k - 1).bit_length()),
+        "capacity": -(-capacity // threads) * threads,
         "buffers": 2 if part > tile else 1,
         "splits": 1,
         "slots": k,

@@ -1,7 +1,7 @@
 """The list of the GPU top-k: positions and keys in a block's shared memory, and how its k best are found.
 
-Keys are the bits of a float32 mapped to unsigned integers in the same order; -0 counts as +0. The k-th largest is found
-by histograms over the range that still contains it: with 1,024 bins, three of them at most, and one for most lists.
+Keys are the bits of a float32 mapped to unsigned integers in the same order, -0 below +0: which of two equal scores is
+taken does not matter. The k-th largest is found by histograms over the range that still contains it, four at most.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class Keys:
         self.s = simt
 
     def of(self, bits):
-        """Key of a float32 that is not -0."""
+        """Key of a float32."""
         return bits ^ (self.s.sign_mask(bits) | 0x80000000)
 
     def bits(self, key):
@@ -177,20 +177,31 @@ class ScoreList:
     def key(self, i):
         return self.s.load_shared(self.keys + i * 4)
 
-    def find_kth(self, count):
+    def find_kth(self, count, known=None):
         """Where the k-th best of `count` > k listed scores lies: (low, high, need, unused).
 
         All keys above `high` are among the k best, and `need` of those from low to high, any of them. No score uses
         the `unused` lowest bits: float32 scores may be bfloat16 values, and a bin of one of them is narrow enough.
+        Puts keys 0 behind the list, up to a multiple of the threads.
+
+        Args:
+          count: of the list.
+          known: a key that is not above the smallest listed, one that is not below the largest, and the bits that
+            some score uses; None: they are looked up.
         """
         s, plan = self.s, self.plan
+        end = (count & (NOTHING - (plan.threads - 1))) + self.thread
+        with s.when((end >= count) & (end < plan.capacity)):
+            s.store_shared(self.keys + end * 4, 0)
 
         def read(i, low, high, bits):
             key = self.key(i)
             return s.min(low, key), s.max(high, key), bits | self.keys_of.bits(key)
 
-        start = (s.const(NOTHING), s.const(0), s.const(0))
-        low, high, bits = self.range(*s.for_range(self.thread, count, plan.threads, start, read))
+        if known is None:
+            start = (s.const(NOTHING), s.const(0), s.const(0))
+            known = self.range(*s.for_range(self.thread, count, plan.threads, start, read))
+        low, high, bits = known
         unused = s.min(s.trailing_zeros(bits), 31)
         ones = (s.const(1) << unused) - 1
         low, high = low & (ones ^ NOTHING), high | ones
@@ -199,13 +210,13 @@ class ScoreList:
             del done
             shift = s.max(self.shift(high - low), unused)
 
-            def tally(i):
-                key = self.key(i)
+            def tally(first):
+                key = self.key(first + self.thread)
                 with s.when((key >= low) & (key <= high)):
                     self.tally(key, high, shift)
                 return ()
 
-            s.for_range(self.thread, count, plan.threads, (), tally)
+            s.for_range(0, count, plan.threads, (), tally)
             found, above, inside = self.find_bin(need)
             low, high = self.edges(low, high, shift, found)
             need = need - above
@@ -223,16 +234,16 @@ class ScoreList:
         lanes = s.ballot(flag)
         return self.fetch_add(which, s.popcount(lanes)) + s.popcount(lanes & s.lanes_below())
 
-    def cut(self, count):
+    def cut(self, count, known=None):
         """Cuts the list from `count` > k down to its k best; returns the threshold for scores to come."""
         s, plan = self.s, self.plan
-        low, high, need, unused = self.find_kth(count)
+        low, high, need, unused = self.find_kth(count, known)
         holes, movers = self.bins, self.bins + 2 * plan.bins  # 16-bit numbers, in the memory of the empty histogram
 
         def sort_out(first):
             i = first + self.thread
             there = i < count
-            key = self.key(s.min(i, count - 1))
+            key = self.key(i)
             tie = there & (key >= low) & (key <= high)
             best = there & (key > high) | tie & (self._place(TIES, tie) < need)
             for which, flag, numbers in (

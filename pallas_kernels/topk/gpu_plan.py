@@ -12,10 +12,10 @@ class Plan:
       width: elements of a row of scores, a multiple of 16 bytes.
       itemsize: 4 (float32) or 2 (bfloat16).
       threads: of a block; a power of two from 128 to 1,024.
-      vectors: 16-byte pieces of a tile that a thread reads; a power of two.
+      vectors: neighbouring 16-byte pieces of a tile that a thread reads: 1, 2, 4 or 8.
       group: words of a thread whose maximum is one sample of the first threshold; 0: no first threshold.
       bins: of the histogram; a power of two, at least k.
-      capacity: positions that the list holds; at least k and two pieces.
+      capacity: positions that the list holds, a multiple of the threads; at least k and a piece.
       buffers: tiles in shared memory, 1 or 2.
       splits: parts of a row.
       part: elements of a part, a multiple of 16 bytes.
@@ -51,13 +51,12 @@ class Plan:
 
     @property
     def piece(self) -> int:
-        """Elements of a tile that are appended at once when it does not fit as a whole."""
-        return self.threads * self.per_vector
+        """Elements of a tile that are appended at once when it does not fit as a whole: 4 of each thread."""
+        return 4 * self.threads
 
     @property
-    def mask_vectors(self) -> int:
-        """Vectors whose elements share a mask of 32 bits."""
-        return min(self.vectors, 32 // self.per_vector)
+    def one_tile(self) -> bool:
+        return self.part <= self.tile
 
     @property
     def shared_words(self) -> int:

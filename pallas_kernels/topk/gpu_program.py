@@ -68,9 +68,13 @@ class TopK:
         for i in range(plan.buffers):
             self._copy(start + i * plan.tile, s.const(i))
         s.barrier()
-        state = (s.const(LOWEST_KEY), s.const(0), s.const(0))
-        _, count, _ = s.for_range(start, self.end, plan.tile, state, self._tile)
-        self._write(block, count)
+        state = (s.const(LOWEST_KEY), s.const(0), s.const(0), s.const(0), s.const(0))
+        threshold, count, _, high, bits = s.for_range(start, self.end, plan.tile, state, self._tile)
+        self._write(block, count, self._known(threshold, high, bits))
+
+    def _known(self, threshold, high, bits):
+        """What there is to know about listed keys without reading them."""
+        return (threshold + 1, high, bits) if self.plan.one_tile and self.plan.group else None
 
     # Tiles
 
@@ -89,7 +93,7 @@ class TopK:
                 self.copies + buffer * 8,
             )
 
-    def _tile(self, at, threshold, count, number):
+    def _tile(self, at, threshold, count, number, high, bits):
         s, plan = self.s, self.plan
         buffer = number & (plan.buffers - 1)
         base = self.buffers + buffer * self.tile_bytes
@@ -97,10 +101,11 @@ class TopK:
         with s.when(at + plan.tile > self.end):
             self._hide_rest(base, self.end - at)
             s.barrier()
-        thread = base + self.thread * 16
-        words = [w for v in range(plan.vectors) for w in s.load_shared_4(thread, v * plan.threads * 16)]
+        words = self._read(base)
         if plan.group:
-            (threshold,) = s.if_else(at == self.start, 1, lambda: [self._first_threshold(words)], lambda: [threshold])
+            threshold, high, bits = s.if_else(
+                at == self.start, 3, lambda: self._first_threshold(words), lambda: (threshold, high, bits)
+            )
         masks = self._above(words, threshold)
         place = self._reserve(masks)
         s.barrier()
@@ -112,12 +117,29 @@ class TopK:
                 after = self._append(at, base, m, mask, after)
             return threshold, total
 
-        threshold, count = s.if_else(
-            total <= plan.capacity, 2, fits, lambda: self._append_in_pieces(at, base, words, masks, threshold, count)
-        )
+        def does_not():
+            return self._append_in_pieces(at, base, words, masks, threshold, count, high, bits)
+
+        threshold, count = s.if_else(total <= plan.capacity, 2, fits, does_not)
         s.barrier()
         self._copy(at + plan.buffers * plan.tile, number)
-        return threshold, count, number + 1
+        return threshold, count, number + 1, high, bits
+
+    def _read(self, base) -> list:
+        """A thread's words of a tile: neighbours, but beginning at a vector that depends on the lane. So the threads
+        that read together meet different banks."""
+        s, plan = self.s, self.plan
+        thread = base + self.thread * (16 * plan.vectors)
+        words = []
+        for v in range(plan.vectors):
+            vector = (self._rotation() + v) & (plan.vectors - 1)
+            words += s.load_shared_4(thread + vector * 16)
+        return words
+
+    def _rotation(self):
+        """The number of the vector that a thread reads first."""
+        shift = {1: 3, 2: 2, 4: 1, 8: 0}[self.plan.vectors]
+        return (self.thread & 31) >> shift & (self.plan.vectors - 1)
 
     def _hide_rest(self, base, elements) -> None:
         """Puts -inf behind the first elements of a tile."""
@@ -134,75 +156,76 @@ class TopK:
         s.for_range(elements + self.thread, self.tile_bytes // 4, plan.threads, (), word)
 
     def _above(self, words, threshold) -> list:
-        """Masks with a bit for each element that is above the threshold.
-
-        Bit b of a float32 mask: word b. Of a bfloat16 mask: bit b the lower element of word b, bit 16 + b the upper.
-        """
-        s, size = self.s, self.plan.mask_vectors * 4
+        """Masks of a thread's elements that are above the threshold: bit b is element b of a float32 tile; of a
+        bfloat16 tile, whose masks are two, element 2 b and 2 b + 1."""
+        s, bits = self.s, []
         if self.plan.itemsize == 4:
             limit = self.keys.bits(threshold)
-            bits = [s.select(s.float_greater(word, limit), 1 << i % size, 0) for i, word in enumerate(words)]
-        else:
-            # the largest bfloat16 that is not above the threshold bounds bfloat16 scores in the same way
-            negative = ((threshold + 1) & 0xFFFF0000) - 1
-            limit = self.keys.bits(s.select(threshold >= 0x80000000, threshold & 0xFFFF0000, negative))
-            limit = limit | limit >> 16
-            bits = []
-            for i, word in enumerate(words):
-                above, b = s.pair_greater(word, limit), i % size
-                bits.append((above >> (7 - b) if b < 8 else above << (b - 7)) & (0x00010001 << b))
-        return [fold(lambda a, b: a | b, bits[i : i + size]) for i in range(0, len(bits), size)]
+            bits = [s.select(s.float_greater(word, limit), 1 << b, 0) for b, word in enumerate(words)]
+            return [self._in_order(_any(bits))]
+        # the largest bfloat16 that is not above the threshold bounds bfloat16 scores in the same way
+        negative = ((threshold + 1) & 0xFFFF0000) - 1
+        limit = self.keys.bits(s.select(threshold >= 0x80000000, threshold & 0xFFFF0000, negative))
+        limit = limit | limit >> 16
+        for i, word in enumerate(words):
+            above, b = s.pair_greater(word, limit), i % 16
+            bits.append((above >> (7 - b) if b < 8 else above << (b - 7)) & (0x00010001 << b))
+        pairs = [_any(bits[i : i + 16]) for i in range(0, len(bits), 16)]
+        lower, upper = pairs[0] & 0xFFFF, pairs[0] >> 16
+        if len(pairs) == 2:
+            lower, upper = lower | pairs[1] << 16, upper | pairs[1] & 0xFFFF0000
+        return [self._in_order(lower), self._in_order(upper)]
+
+    def _in_order(self, mask):
+        """Bit b for a thread's word b, from bits in the order of reading."""
+        size, turn = 4 * self.plan.vectors, self._rotation() * 4
+        turned = mask << turn | self.s.shift_right(mask, self.s.const(size) - turn)
+        return turned if size == 32 else turned & ((1 << size) - 1)
 
     # Appending
 
     def _reserve(self, masks):
-        """Room in the list for the bits of a warp's masks: the place of the first one."""
+        """Room in the list for the bits of a thread's masks: the place of the first one."""
         s = self.s
         found = fold(lambda a, b: a + b, [s.popcount(mask) for mask in masks])
-        return self.list.fetch_add(COUNT, s.warp_reduce(found, "add"))
+        through = s.running_sum(found)
+        return self.list.fetch_add(COUNT, s.from_lane(through, 31)) + through - found
 
     def _append(self, at, base, m: int, mask, place):
-        """Lists the bits of a warp's mask number m from `place` on, which the warp has reserved; the place behind."""
+        """Lists the elements of a thread's mask number m from `place` on; the place behind."""
         s, plan = self.s, self.plan
-        below = s.lanes_below()
-        first = (self.thread + m * plan.mask_vectors * plan.threads) * plan.per_vector
+        per_word = 4 // plan.itemsize
+        first = self.thread * (plan.vectors * plan.per_vector) + m
+        ids, first_id, first_value = self.list.ids, at + first, base + first * plan.itemsize
 
-        def body(left, place, lanes):
-            with s.when(left != 0):
-                bit = s.trailing_zeros(left)
-                word = bit & 15 if plan.itemsize == 2 else bit
-                within = (word & 3) * 2 + (bit >> 4) if plan.itemsize == 2 else word & 3
-                element = first + (word >> 2) * plan.piece + within
-                slot = (place + s.popcount(lanes & below)) * 4
-                s.store_shared(self.list.ids + slot, at + element)
-                if plan.itemsize == 4:
-                    value = s.load_shared(base + element * 4)
-                else:
-                    value = s.load_shared_u16(base + element * 2) << 16
-                s.store_shared(self.list.keys + slot, self.keys.of(s.positive_zero(value)))
-            left = left & (left - 1)
-            return left, place + s.popcount(lanes), s.ballot(left != 0)
+        def body(left, slot):
+            bit = s.trailing_zeros(left)
+            if plan.itemsize == 4:
+                value = s.load_shared(first_value + bit * 4)
+            else:
+                value = s.load_shared_u16(first_value + bit * 4) << 16
+            s.store_shared(slot, first_id + bit * per_word)
+            s.store_shared(slot, self.keys.of(value), 4 * plan.capacity)
+            return left & (left - 1), slot + 4
 
-        start = (mask, place, s.ballot(mask != 0))
-        _, place, _ = s.while_loop(start, lambda left, place, lanes: lanes != 0, body)
-        return place
+        _, slot = s.while_loop((mask, ids + place * 4), lambda left, slot: left != 0, body)
+        return (slot - ids) >> 2
 
-    def _append_in_pieces(self, at, base, words, masks, threshold, count):
+    def _append_in_pieces(self, at, base, words, masks, threshold, count, high, bits):
         """For a tile that the list may have no room for; returns the new threshold and count."""
         s, plan = self.s, self.plan
         s.barrier()
         self.list.put(COUNT, count)
         s.barrier()
-        one = 0xF if plan.itemsize == 4 else 0x000F000F
 
         def piece(m, i, threshold, count, *masks):
             def cut():
-                new = self.list.cut(count)
+                new = self.list.cut(count, self._known(threshold, high, bits))
                 return new, s.const(plan.k), *(a & b for a, b in zip(masks, self._above(words, new), strict=True))
 
             full = count > plan.capacity - plan.piece
             threshold, count, *masks = s.if_else(full, 2 + len(masks), cut, lambda: (threshold, count, *masks))
-            now = masks[m] & (s.const(one) << (i * 4))
+            now = masks[m] & (s.const(0xF) << (i * 4))
             self._append(at, base, m, now, self._reserve([now]))
             s.barrier()
             count = self.list.get(COUNT)
@@ -211,14 +234,18 @@ class TopK:
 
         state = (threshold, count, *masks)
         for m in range(len(masks)):
-            state = s.for_range(0, plan.mask_vectors, 1, state, lambda i, *state, m=m: piece(m, i, *state))
+            state = s.for_range(0, plan.vectors, 1, state, lambda i, *state, m=m: piece(m, i, *state))
         return state[:2]
 
     # The first threshold
 
     def _first_threshold(self, words):
-        """A lower bound of the k-th best score of a tile, from the maxima of groups of its scores."""
+        """A lower bound of the k-th best score of a tile, from the maxima of groups of its scores.
+
+        Returns it, the tile's largest key and the bits that some score uses.
+        """
         s, plan = self.s, self.plan
+        lowest = s.const(NEGATIVE_INFINITY)
         maxima = []
         for i in range(0, len(words), plan.group):
             group = words[i : i + plan.group]
@@ -227,21 +254,23 @@ class TopK:
             else:
                 pair = fold(s.pair_max, group)
                 maxima += [pair << 16, pair & 0xFFFF0000]
-        lowest = s.const(NEGATIVE_INFINITY)
-        keys = [s.select(s.float_greater(x, lowest), self.keys.of(s.positive_zero(x)), 0) for x in maxima]
-        low = fold(s.min, [s.select(key == 0, NOTHING, key) for key in keys])
-        low, high, _ = self.list.range(low, fold(s.max, keys))
+        keys = [self.keys.of(s.float_max(x, lowest)) for x in maxima]  # not NaN
+        # the smallest key of a number: taking off one more than that of -inf makes that one the largest
+        low = fold(s.min, [key - (LOWEST_KEY + 1) for key in keys])
+        used = s.const(0x00010000) if plan.itemsize == 2 else _any(words)
+        low, high, used = self.list.range(low, fold(s.max, keys), used)
+        low = s.select(low == NOTHING, low, low + (LOWEST_KEY + 1))
         shift = self.list.shift(high - low)
         for key in keys:
             with s.when(key >= low):
                 self.list.tally(key, high, shift)
         found, _, _ = self.list.find_bin(s.const(plan.k))
         edge, _ = self.list.edges(low, high, shift, found)
-        return s.select(found == NOTHING, s.const(LOWEST_KEY), self.keys.below(edge))
+        return s.select(found == NOTHING, s.const(LOWEST_KEY), self.keys.below(edge)), high, used
 
     # Results
 
-    def _write(self, block, count) -> None:
+    def _write(self, block, count, known) -> None:
         s, plan = self.s, self.plan
         out_ids = s.row(self.arrays.ids, block, 4 * plan.slots)
         out_values = s.row(self.arrays.values, block, 4 * plan.slots) if plan.values else None
@@ -267,24 +296,24 @@ class TopK:
                 s.store(out_values, i * 4, NEGATIVE_INFINITY)
             return ()
 
-        (written,) = s.if_else(count > plan.slots, 1, lambda: self._write_best(count, put), everything)
+        (written,) = s.if_else(count > plan.slots, 1, lambda: self._write_best(count, known, put), everything)
         s.for_range(written + self.thread, plan.slots, plan.threads, (), pad)
 
-    def _write_best(self, count, put):
+    def _write_best(self, count, known, put):
         """Writes the k best of more than k: those certainly taken from place 0 on, ties behind them."""
         s, plan = self.s, self.plan
-        low, high, need, _ = self.list.find_kth(count)
+        low, high, need, _ = self.list.find_kth(count, known)
         below = s.lanes_below()
 
-        def tell(i, found):
-            return [found + s.select(self.list.key(i) > high, s.const(1), 0)]
+        def tell(first, found):
+            return [found + s.select(self.list.key(first + self.thread) > high, s.const(1), 0)]
 
-        (found,) = s.for_range(self.thread, count, plan.threads, [s.const(0)], tell)
+        (found,) = s.for_range(0, count, plan.threads, [s.const(0)], tell)
         place = self.list.fetch_add(TAKEN, s.warp_reduce(found, "add"))
 
         def take(first, place):
             i = first + self.thread
-            key = s.select(i < count, self.list.key(s.min(i, count - 1)), 0)
+            key = self.list.key(i)
             best = key > high
             lanes = s.ballot(best)
             with s.when(best):
@@ -297,3 +326,7 @@ class TopK:
 
         s.for_range(0, count, plan.threads, [place], take)
         return [s.const(plan.k)]
+
+
+def _any(bits: list):
+    return fold(lambda a, b: a | b, bits)

@@ -61,6 +61,9 @@ class Emulator:
     def trailing_zeros(self, x):
         return self.popcount(~x & (x - _U32(1)))
 
+    def shift_right(self, x, count):
+        return np.where(count < 32, x >> (count & 31), _U32(0))
+
     def sign_mask(self, x):
         return (x.view(np.int32) >> 31).view(_U32)
 
@@ -71,9 +74,6 @@ class Emulator:
 
     def float_greater(self, a, b):
         return a.view(np.float32) > b.view(np.float32)
-
-    def positive_zero(self, x):
-        return np.where(x == 0x80000000, _U32(0), x)
 
     def pair_max(self, a, b):
         upper = self.float_max(a & 0xFFFF0000, b & 0xFFFF0000)

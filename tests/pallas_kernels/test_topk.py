@@ -120,16 +120,34 @@ def _small_plan(width: int, dtype, **changes) -> Plan:
     """Several tiles, and a list that has to be cut when many scores pass."""
     itemsize = jnp.dtype(dtype).itemsize
     threads = changes.get("threads", 128)
-    changes = {"threads": threads, "vectors": 2, "group": 4, "buffers": 2, "bins": 512} | changes
-    return block_sizes.plan(width, 50, itemsize, capacity=50 + 2 * threads * 16 // itemsize, **changes)
+    changes = {
+        "threads": threads,
+        "vectors": 2,
+        "group": 4,
+        "buffers": 2,
+        "bins": 512,
+        "capacity": 5 * threads,
+    } | changes
+    return block_sizes.plan(width, 50, itemsize, **changes)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("case", cases.CASES)
 def test_gpu_program(case, dtype):
     scores, lengths = cases.make(case, 3, 2, 6008, dtype), np.array([6008, 5555], np.int32)
-    for changes in ({}, {"group": 0, "buffers": 1}, {"vectors": 16, "bins": 64}):
+    for changes in ({}, {"group": 0, "buffers": 1}, {"vectors": 8, "bins": 64}, {"vectors": 1, "group": 2}):
         ids, _ = _emulate(_small_plan(6008, dtype, **changes), scores, lengths)
+        cases.check(ids, scores, 50, lengths)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("case", cases.CASES)
+def test_gpu_program_on_one_tile(case, dtype):
+    width = 512 if dtype == jnp.float32 else 1024
+    scores, lengths = cases.make(case, 7, 2, width, dtype), np.array([width, width - 3], np.int32)
+    for vectors, group in ((1, 2), (2, 4), (4, 4), (8, 2)):
+        plan = _small_plan(width, dtype, vectors=vectors, group=group, buffers=1, capacity=5 * 128)
+        ids, _ = _emulate(plan, scores, lengths)
         cases.check(ids, scores, 50, lengths)
 
 
