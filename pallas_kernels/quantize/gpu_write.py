@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src.lib.mlir.dialects import arith
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -22,7 +23,10 @@ from pallas_kernels.quantize import gpu_codes as codes
 from pallas_kernels.quantize.gpu_stream import launch
 
 _WARPS = 4
-_INDEX_ROWS = 16  # rows of index keys that a block turns around in shared memory
+# Rows of index keys that a block turns around in shared memory, at most, and the blocks below which it takes fewer:
+# scattered bytes are stored faster by more multiprocessors.
+_INDEX_ROWS = 16
+_FULL_GRID = 132
 
 
 def _f32(value: float) -> Value:
@@ -85,10 +89,21 @@ def _address(rows: _Rows, row: Value, loaded: Value, outer: Value, inner: Value,
 Pieces = list[list[Value]]  # by pair, then half: 4 words of bfloat16 each
 
 
+def _starts(rows: _Rows) -> list[int]:
+    """Byte offsets of a lane's pieces in a row of bfloat16."""
+    return [512 * k + half * rows.width for k in range(rows.per_lane) for half in range(2)]
+
+
 def _load(rows: _Rows, x: Value, row: Value, lane: Value) -> Pieces:
     source = ptx.offset(ptx.row_address(x, row, 2 * rows.width), ptx.mul(lane, 16))
-    starts = [512 * k + half * rows.width for k in range(rows.per_lane) for half in range(2)]
-    return [ptx.load_16_bytes(source, start) for start in starts]
+    return [ptx.load_16_bytes(source, start) for start in _starts(rows)]
+
+
+def _load_gain(rows: _Rows, gain: Value, lane: Value) -> Pieces:
+    """The gain by lane, kept in L1 for the other warps."""
+    source = ptx.offset(gain, ptx.mul(lane, 16))
+    text = "ld.global.nc.v4.u32 {{$0,$1,$2,$3}}, [$4+{}];"
+    return [ptx.asm(text.format(start), source, results=4, side_effects=True) for start in _starts(rows)]
 
 
 def _normalise(rows: _Rows, pieces: Pieces, gain: Pieces, eps: float) -> Pieces:
@@ -196,7 +211,7 @@ def _write(
         to = _address(rows, row, loaded, outer, inner, sizes)
         pieces = _load(rows, x, loaded, lane)
         if gain:
-            pieces = _normalise(rows, pieces, _load(rows, gain[0], ptx.const(0), lane), eps)
+            pieces = _normalise(rows, pieces, _load_gain(rows, gain[0], lane), eps)
         store(layout, rows, pool, lane, to, _rotate(rows, pieces, rope, loaded, lane))
 
     ref = jax.new_ref(pool)
@@ -224,51 +239,61 @@ def write_index(key, gain, rope, pool, page, entry, *, eps: float, layout: Index
     neighbouring rows on neighbouring lanes: consecutive entries, as a prefill has them, fill whole sectors.
     """
     rows = _Rows(layout.dim, 2 * rope.shape[-1], page.size)
-    passes = max(1, _INDEX_ROWS // rows.per_block)
-    block_rows = passes * rows.per_block
-    value_words, scale_words = layout.value_bytes // 4, -(-layout.scale_bytes // 4)
-    pitch = 4 * ((value_words + scale_words) | 1)  # an odd number of words: rows begin in different banks
+    block_rows = min(_INDEX_ROWS, pl.next_power_of_2(-(-rows.count // _FULL_GRID)))
+    # A pass may compute rows behind the block's own: those are the next block's too, and stored there.
+    passes = -(-block_rows // rows.per_block)
+    words = -(-(layout.value_bytes + layout.scale_bytes) // 4)
+    pitch = 4 * (words | 1)  # an odd number of words: rows begin in different banks
+    sizes = pool.shape[0], PAGE_ENTRIES
 
     def emit(block, key, rope, page, entry, gain, pool, turned):
         key, rope, page, entry, gain, pool = (ptx.global_address(r) for r in (key, rope, page, entry, gain, pool))
         turned = ptx.shared_address(turned)
+        begin = ptx.mul(block, block_rows)
         for step in range(passes):
-            row, lane = rows.place(ptx.add(ptx.mul(block, passes), step))
-            loaded = arith.minui(row, ptx.const(rows.count - 1))
-            pieces = _normalise(rows, _load(rows, key, loaded, lane), _load(rows, gain, ptx.const(0), lane), eps)
-            pieces = _rotate(rows, pieces, rope, loaded, lane)
-            target = ptx.add(turned, ptx.mul(arith.subi(row, ptx.mul(block, block_rows)), pitch))
-            word, byte = ptx.add(target, ptx.mul(lane, 4)), ptx.add(target, ptx.shr(lane, 2))
-            leads = arith.cmpi(arith.CmpIPredicate.eq, ptx.and_(lane, 3), ptx.const(0))
-            for i, words in enumerate(pieces):
-                base = 256 * (i // 2) + (i % 2) * rows.width // 2
-                out, scale = codes.encode_mxfp4(words, codes.group_amax(words, 4))
-                utils.inline_ptx(f"st.shared.b32 [$0+{base // 2}], $1;", word, out)
-                first = layout.value_bytes + base // 32
-                utils.inline_ptx(f"st.shared.u8 [$0+{first}], $1;", byte, scale, predicate=leads)
+            inside, lane = rows.place(ptx.const(step))
+            row = arith.minui(ptx.add(begin, inside), ptx.const(rows.count - 1))
+            pieces = _normalise(rows, _load(rows, key, row, lane), _load_gain(rows, gain, lane), eps)
+            pieces = _rotate(rows, pieces, rope, row, lane)
+            _collect_index(layout, rows, ptx.add(turned, ptx.mul(inside, pitch)), lane, pieces)
         utils.warpgroup_barrier()
         thread = ptx.thread_in_warpgroup()
-        row = ptx.add(ptx.mul(block, block_rows), arith.remui(thread, ptx.const(block_rows)))
-        to = _address(rows, row, arith.minui(row, ptx.const(rows.count - 1)), page, entry, (pool_pages, PAGE_ENTRIES))
-        entry_address = ptx.offset(ptx.row_address(pool, to.outer, layout.page_rows * ROW_BYTES), to.inner)
-        source = ptx.add(turned, ptx.mul(arith.remui(thread, ptx.const(block_rows)), pitch))
-        word = arith.divui(thread, ptx.const(block_rows))
-        step = 128 // block_rows
-        total = value_words + scale_words
-        for begin in range(0, total, step):
-            number = ptx.add(word, begin)
-            there = arith.andi(to.exists, _below(number, total))
-            clamped = arith.minui(number, ptx.const(total - 1))
-            loaded = ptx.asm("ld.shared.b32 $0, [$1];", ptx.add(source, ptx.mul(clamped, 4)), side_effects=True)
-            # The scales begin at a whole row of 4 bytes x 128 entries, as every word of values does.
-            target = ptx.offset(entry_address, ptx.mul(clamped, ROW_BYTES))
-            left = arith.subi(ptx.const(layout.value_bytes + layout.scale_bytes), ptx.mul(clamped, 4))
-            for i in range(4):
-                inside = arith.andi(there, arith.cmpi(arith.CmpIPredicate.ugt, left, ptx.const(i)))
-                ptx.store_byte(target, ptx.shr(loaded, 8 * i), 128 * i, predicate=inside)
+        inside = ptx.and_(thread, block_rows - 1)
+        row = ptx.add(begin, inside)
+        to = _address(rows, row, arith.minui(row, ptx.const(rows.count - 1)), page, entry, sizes)
+        source = ptx.add(turned, ptx.mul(inside, pitch))
+        _store_index(layout, pool, source, arith.divui(thread, ptx.const(block_rows)), 128 // block_rows, to)
 
-    pool_pages = pool.shape[0]
     ref = jax.new_ref(pool)
-    scratch = plgpu.SMEM((block_rows * pitch,), jnp.uint8)
+    scratch = plgpu.SMEM((passes * rows.per_block * pitch,), jnp.uint8)
     launch(emit, "write_index", -(-rows.count // block_rows), (key, rope, page, entry, gain, ref), (), (scratch,))
     return jax.freeze(ref)
+
+
+def _collect_index(layout: IndexPageLayout, rows: _Rows, target: Value, lane: Value, pieces: Pieces) -> None:
+    """A row's value bytes, then its scale bytes, into shared memory."""
+    word, byte = ptx.add(target, ptx.mul(lane, 4)), ptx.add(target, ptx.shr(lane, 2))
+    leads = arith.cmpi(arith.CmpIPredicate.eq, ptx.and_(lane, 3), ptx.const(0))
+    for i, words in enumerate(pieces):
+        base = 256 * (i // 2) + (i % 2) * rows.width // 2
+        out, scale = codes.encode_mxfp4(words, codes.group_amax(words, 4))
+        utils.inline_ptx(f"st.shared.b32 [$0+{base // 2}], $1;", word, out)
+        first = layout.value_bytes + base // 32
+        utils.inline_ptx(f"st.shared.u8 [$0+{first}], $1;", byte, scale, predicate=leads)
+
+
+def _store_index(layout: IndexPageLayout, pool: Value, source: Value, word: Value, step: int, to: _Address) -> None:
+    """Words `word`, `word + step`.. of a row in shared memory to its column of the page, byte by byte.
+
+    Scales begin at a whole row of 4 bytes x 128 entries of the page, as every word of values does.
+    """
+    column = ptx.offset(ptx.row_address(pool, to.outer, layout.page_rows * ROW_BYTES), to.inner)
+    size = layout.value_bytes + layout.scale_bytes
+    for begin in range(0, -(-size // 4), step):
+        number = ptx.add(word, begin)
+        clamped = arith.minui(number, ptx.const((size - 1) // 4))
+        loaded = ptx.asm("ld.shared.b32 $0, [$1];", ptx.add(source, ptx.mul(clamped, 4)), side_effects=True)
+        target = ptx.offset(column, ptx.mul(clamped, ROW_BYTES))
+        for i in range(4):
+            there = arith.andi(to.exists, _below(ptx.add(ptx.mul(number, 4), i), size))
+            ptx.store_byte(target, ptx.shr(loaded, 8 * i), PAGE_ENTRIES * i, predicate=there)
