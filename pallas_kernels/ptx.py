@@ -162,9 +162,26 @@ def unpack_bf16(word: Value) -> tuple[Value, Value]:
     return as_f32(shl(word, 16)), as_f32(and_(word, -65536))
 
 
-def less(a: Value, b: Value | int) -> Value:
+def sub(a: Value, b: Value | int) -> Value:
+    return arith.subi(a, _value(b))
+
+
+def div(a: Value, b: int) -> Value:
+    """Unsigned."""
+    return arith.divui(a, const(b))
+
+
+def rem(a: Value, b: int) -> Value:
+    """Unsigned."""
+    return arith.remui(a, const(b))
+
+
+when = utils.when  # with when(i1): what is emitted runs where it holds
+
+
+def less(a: Value | int, b: Value | int) -> Value:
     """i1: a < b, signed."""
-    return arith.cmpi(arith.CmpIPredicate.slt, a, _value(b))
+    return arith.cmpi(arith.CmpIPredicate.slt, _value(a), _value(b))
 
 
 def load_shared(address: Value, displacement: int = 0, words: int = 1, type: ir.Type | None = None):
@@ -249,3 +266,31 @@ def store_words(address: Value, words: list[Value], displacement: int = 0, *, pr
 def store_byte(address: Value, value: Value, displacement: int = 0, *, predicate: Value | None = None) -> None:
     """The low byte of a word to global memory."""
     utils.inline_ptx(f"st.global.u8 [$0+{displacement}], $1;", address, value, predicate=predicate)
+
+
+def load_global(address: Value, words: int = 1, type: ir.Type | None = None):
+    """1, 2 or 4 words that this kernel may have written; one value, or a list of several."""
+    kind = {1: "", 2: ".v2", 4: ".v4"}[words]
+    out = ",".join(f"${i}" for i in range(words))
+    out = out if words == 1 else f"{{{out}}}"
+    return asm(f"ld.global{kind}.b32 {out}, [${words}];", address, results=words, type=type, side_effects=True)
+
+
+def add_release(address: Value) -> None:
+    """Adds one to a word of global memory; who acquires the sum sees what this thread saw before."""
+    utils.inline_ptx("red.release.gpu.global.add.u32 [$0], 1;", address)
+
+
+def fetch_add(address: Value, condition: Value) -> Value:
+    """Adds one to a word of global memory where the i1 holds and returns what it was, elsewhere 0."""
+    text = "{.reg .pred p; setp.ne.u32 p, $2, 0; mov.u32 $0, 0; @p atom.global.add.u32 $0, [$1], 1;}"
+    return asm(text, address, arith.extui(i32(), condition), side_effects=True)
+
+
+def wait_for(address: Value, value: int) -> None:
+    """Until a word of global memory is at least this; then sees what was written before it was."""
+    text = (
+        "{.reg .pred p; .reg .u32 v; AGAIN: ld.acquire.gpu.global.u32 v, [$0]; setp.ge.u32 p, v, $1; @p bra DONE; "
+        "nanosleep.u32 40; bra AGAIN; DONE: }"
+    )
+    utils.inline_ptx(text, address, const(value))
