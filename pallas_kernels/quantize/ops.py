@@ -5,6 +5,9 @@ kernel can beat. So `implementation=None` and "auto" mean XLA here, and the kern
 writes choose by backend like every other op.
 """
 
+import functools
+from collections.abc import Callable, Mapping
+
 import jax
 import jax.numpy as jnp
 
@@ -225,21 +228,33 @@ def _check_gain(op: str, gain, width: int) -> None:
 
 def _kernel(op: str, implementation: str | None, *arrays: jax.Array):
     """A quantise or dequantise kernel that was asked for by name, or by "pallas"."""
-    from pallas_kernels.quantize import gpu
+    from pallas_kernels.quantize import gpu, tpu
 
     first = arrays[0]
     pack = 2 if op in ("dequantize_mxfp4", "dequantize_kv_fp4") else 1
     dtype = jnp.bfloat16 if op.startswith("de") else first.dtype
-    problems = {"gpu": lambda: gpu.problem(first.shape[-1] * pack, first.size * pack, dtype)}
-    choose(op, implementation, problems)
-    return getattr(gpu, op)(*arrays)
+    problems = {
+        "gpu": lambda: gpu.problem(first.shape[-1] * pack, first.size * pack, dtype),
+        "tpu": lambda: tpu.problem(first.shape[-1] * pack),
+    }
+    return _chosen(op, implementation, problems)(*arrays)
 
 
 def _write(op: str, implementation: str | None, pool: jax.Array, rope: jax.Array, *arrays: jax.Array, **static):
-    from pallas_kernels.quantize import gpu
+    from pallas_kernels.quantize import gpu, tpu
 
     if arrays[0].size == 0:
         return pool
-    problems = {"gpu": lambda: gpu.write_problem(arrays[0].shape[-1], 2 * rope.shape[-1])}
-    module = gpu if choose(op, implementation, problems) == "gpu" else ref
-    return getattr(module, op)(*arrays, **static)
+    sizes = arrays[0].shape[-1], 2 * rope.shape[-1]
+    problems = {"gpu": lambda: gpu.write_problem(*sizes), "tpu": lambda: tpu.write_problem(*sizes)}
+    return _chosen(op, implementation, problems)(*arrays, **static)
+
+
+def _chosen(op: str, implementation: str | None, problems: Mapping[str, Callable[[], str | None]]) -> Callable:
+    """The function of the chosen module."""
+    from pallas_kernels.quantize import gpu, tpu
+
+    chosen = choose(op, implementation, problems)
+    if chosen == "tpu_interpret":
+        return functools.partial(getattr(tpu, op), interpret=True)
+    return getattr({"xla": ref, "gpu": gpu, "tpu": tpu}[chosen], op)

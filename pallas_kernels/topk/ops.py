@@ -44,9 +44,12 @@ def topk(
     if scores.shape[0] == 0 or scores.shape[1] == 0:
         return jnp.full((scores.shape[0], k), -1, jnp.int32)
 
-    from pallas_kernels.topk import gpu
+    from pallas_kernels.topk import gpu, tpu
 
-    chosen = choose("topk", implementation, {"gpu": lambda: gpu.problem(scores, k, lengths=lengths)})
+    problems = {"gpu": lambda: gpu.problem(scores, k, lengths=lengths), "tpu": lambda: tpu.problem(scores, k)}
+    chosen = choose("topk", implementation, problems)
     if chosen == "gpu":
         return gpu.topk(scores, k, lengths=lengths)
+    if chosen in ("tpu", "tpu_interpret"):
+        return tpu.topk(scores, k, lengths=lengths, interpret=chosen == "tpu_interpret")
     return ref.topk(scores, k, lengths=lengths)

@@ -13,13 +13,12 @@ children of the k best blocks (ref.py has the proof; among equal maxima any choi
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-
-from pallas_kernels.compat import tpu_interpret_params
 
 _LANES = 128
 _BLOCK = 8
@@ -177,7 +176,7 @@ def _move_left(keys_ref, chunks_out: int) -> None:
                 # All turns of a group come before its first store, so that they overlap.
                 after = [jnp.minimum(g * group + i + 1, chunks - 1) for i in range(group)]
                 all_turned = [turned] + [pltpu.roll(keys_ref[c], turn, 1) for c in after]
-                incoming = [jnp.where(lane < turn, mine, after) for mine, after in zip(all_turned, all_turned[1:])]
+                incoming = [jnp.where(lane < turn, mine, after) for mine, after in itertools.pairwise(all_turned)]
                 last = g * group + group == chunks
                 incoming[-1] = jnp.where((lane < turn) | jnp.logical_not(last), incoming[-1], nothing)
                 for i in range(group):
@@ -367,19 +366,18 @@ def topk(scores: jax.Array, k: int, *, lengths: jax.Array | None = None, interpr
     """
     if (why := problem(scores, k)) is not None:
         raise ValueError(f"topk: {why}")
-    run = interpret
     rows, size = scores.shape
     lengths = jnp.full((rows,), size, jnp.int32) if lengths is None else jnp.clip(lengths, 0, size)
     direct = max(_DIRECT_WIDTH, _BLOCK * pl.cdiv(k, _LANES) * _LANES)
     if size <= direct:
-        return _select(scores, k, lengths, None, run)[:, :k]
+        return _select(scores, k, lengths, None, interpret)[:, :k]
     levels, limits = [jnp.pad(scores, ((0, 0), (0, -size % _LANES))).reshape(rows, -1, _LANES)], [lengths]
     while levels[-1].shape[1] * _LANES > direct:
-        levels.append(_maxima(levels[-1], limits[-1], run))
+        levels.append(_maxima(levels[-1], limits[-1], interpret))
         limits.append(pl.cdiv(limits[-1], _BLOCK))
-    ids = _select(levels.pop().reshape(rows, -1), k, limits.pop(), None, run)
+    ids = _select(levels.pop().reshape(rows, -1), k, limits.pop(), None, interpret)
     for level, limit in zip(reversed(levels), reversed(limits)):
-        children = _children(level, ids, limit, run)
+        children = _children(level, ids, limit, interpret)
         every = jnp.full((rows,), children.shape[1], jnp.int32)
-        ids = _select(children, k, every, ids, run)
+        ids = _select(children, k, every, ids, interpret)
     return ids[:, :k]

@@ -373,3 +373,62 @@ def test_gpu_kernels_lower(spec):
     text = lowered.as_text()
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
     assert "write" not in spec.name or "output_operand_alias<" in text
+
+
+# The TPU kernels, interpreted.
+
+
+@pytest.mark.parametrize("shape", [(1, 32), (5, 96), (9, 1024)])
+@pytest.mark.parametrize("name", ["fp8", "mxfp4", "kv_fp4"])
+def test_tpu_kernels_give_the_bits_of_ref(name, shape):
+    quantize, dequantize = (
+        jax.jit(getattr(ops, f"{way}_{name}"), static_argnames="implementation") for way in ("quantize", "dequantize")
+    )
+    x = np.concatenate([values(kind, *shape, ml_dtypes.bfloat16, seed) for seed, kind in enumerate(VALUES)])
+    for actual, expected in zip(quantize(x, implementation="tpu_interpret"), quantize(x), strict=True):
+        assert actual.dtype == expected.dtype
+        np.testing.assert_array_equal(_bytes(actual), _bytes(expected))
+    codes, scales = stored(name, *shape, seed=1)
+    if name != "kv_fp4":
+        # 2^-127 is a subnormal: the CPU takes it for 0.
+        scales = np.maximum(scales, 1)
+    actual = np.asarray(dequantize(codes, scales, implementation="tpu_interpret"), np.float32)
+    expected = np.asarray(dequantize(codes, scales), np.float32)
+    np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected))
+    finite = ~np.isnan(expected)
+    np.testing.assert_array_equal(actual[finite].view(np.uint32), expected[finite].view(np.uint32))
+
+
+def test_tpu_kernels_of_no_rows():
+    codes, scales = ops.quantize_fp8(jnp.zeros((0, 64), jnp.bfloat16), implementation="tpu_interpret")
+    assert codes.shape == (0, 64) and codes.dtype == jnp.float8_e4m3fn and scales.shape == (0, 2)
+    assert ops.dequantize_fp8(codes, scales, implementation="tpu_interpret").shape == (0, 64)
+
+
+@pytest.mark.parametrize(
+    ("op", "width", "rope_dim", "batch", "rows"),
+    [
+        ("write_window", 64, 16, 2, 100), ("write_window", 512, 64, 3, 7), ("write_window", 1024, 64, 1, 1),
+        ("write_main", 32, 32, 2, 100), ("write_main", 512, 64, 3, 7),
+        ("write_index", 64, 16, 2, 100), ("write_index", 128, 64, 3, 7),
+    ],
+)  # fmt: skip
+def test_tpu_writes(op, width, rope_dim, batch, rows):
+    kinds = {
+        kind: write_arguments(op, width, rope_dim, batch, rows, outer=13, kind=kind, seed=rows)
+        for kind in ("exact", "normal", "special", "ties", "consecutive")
+    }
+    static = kinds["exact"][1]
+    pool = "rings" if op == "write_window" else "pool"
+    written_by = {
+        i: jax.jit(functools.partial(getattr(ops, op), implementation=i, **static)) for i in ("tpu_interpret", "xla")
+    }
+    for kind, (arrays, _) in kinds.items():
+        actual, expected = (np.asarray(write(**arrays)) for write in written_by.values())
+        if op == "write_main" or kind == "exact":
+            np.testing.assert_array_equal(actual, expected, err_msg=kind)
+        else:
+            # The norm's sum has another order: its last float32 bit moves a few values across a rounding boundary.
+            written = max((expected != arrays[pool]).sum(), 1)
+            assert (actual != expected).sum() <= max(0.01 * written, 2)
+            np.testing.assert_array_equal((actual == arrays[pool])[expected == arrays[pool]].mean() > 0.999, True)

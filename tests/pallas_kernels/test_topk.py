@@ -1,5 +1,7 @@
 """Top-k of whole rows: every implementation against the stable answer of numpy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,19 +118,10 @@ def _emulate_plans(plans, scores, lengths=None):
     return ids if plans[1] is None else _emulate(plans[1], values, None, ids)[0]
 
 
-def _small_plan(width: int, dtype, **changes) -> Plan:
+def _small_plan(width: int, dtype, threads: int = 128, **changes) -> Plan:
     """Several tiles, and a list that has to be cut when many scores pass."""
-    itemsize = jnp.dtype(dtype).itemsize
-    threads = changes.get("threads", 128)
-    changes = {
-        "threads": threads,
-        "vectors": 2,
-        "group": 4,
-        "buffers": 2,
-        "bins": 512,
-        "capacity": 5 * threads,
-    } | changes
-    return block_sizes.plan(width, 50, itemsize, **changes)
+    changes = {"vectors": 2, "group": 4, "buffers": 2, "bins": 512, "capacity": 5 * threads} | changes
+    return block_sizes.plan(width, 50, jnp.dtype(dtype).itemsize, blocks=1, threads=threads, **changes)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -186,3 +179,38 @@ def test_gpu_kernel(rows, width, k, dtype):
             jnp.asarray(scores), k, lengths=None if lengths is None else jnp.asarray(lengths), implementation="gpu"
         )
         cases.check(ids, scores, k, lengths)
+
+
+# The TPU kernels, interpreted.
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_tpu_cases(dtype):
+    topk = jax.jit(functools.partial(ops.topk, k=33, implementation="tpu_interpret"))
+    for seed, case in enumerate(cases.CASES):
+        scores, lengths = cases.make(case, seed, 5, 300, dtype), cases.make_lengths("random", seed, 5, 300)
+        cases.check(topk(jnp.asarray(scores), lengths=jnp.asarray(lengths)), scores, 33, lengths)
+
+
+def test_tpu_pyramid(monkeypatch):
+    from pallas_kernels.topk import tpu
+
+    monkeypatch.setattr(tpu, "_DIRECT_WIDTH", 1024)
+    topk = jax.jit(functools.partial(ops.topk, k=70, implementation="tpu_interpret"))
+    for case in ("few_values", "infinities", "nan", "best_strided"):
+        scores, lengths = cases.make(case, 7, 3, 20001, jnp.float32), np.array([20001, 12345, 77], np.int32)
+        cases.check(topk(jnp.asarray(scores), lengths=jnp.asarray(lengths)), scores, 70, lengths)
+
+
+@pytest.mark.parametrize("rows,width,k", [(1, 1, 4), (17, 129, 200), (2, 1030, 8)])
+def test_tpu_sizes(rows, width, k):
+    topk = jax.jit(functools.partial(ops.topk, k=k, implementation="tpu_interpret"))
+    scores = cases.make("few_values", 8, rows, width, jnp.float32)
+    cases.check(topk(jnp.asarray(scores)), scores, k, None)
+    for lengths in (np.arange(rows, dtype=np.int32) - 1, np.full(rows, 2**31 - 1, np.int32)):
+        cases.check(topk(jnp.asarray(scores), lengths=jnp.asarray(lengths)), scores, k, lengths)
+
+
+def test_tpu_says_what_it_does_not_take():
+    with pytest.raises(ValueError, match="k must be at most"):
+        ops.topk(jnp.zeros((2, 10000)), 5000, implementation="tpu")
