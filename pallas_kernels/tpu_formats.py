@@ -62,9 +62,10 @@ def e4m3_magnitude(code: jax.Array) -> jax.Array:
     return jnp.minimum(y, y + y - 2.0**-6)
 
 
-def e4m3(code: jax.Array) -> jax.Array:
-    """E4M3 codes 0..255 in int32 -> float32; NaN gives +-480."""
-    return with_sign(e4m3_magnitude(code & 0x7F), code << 24)
+def e4m3(word: jax.Array) -> jax.Array:
+    """E4M3 codes in the top byte of int32 -> float32; NaN gives +-480. The other bits may be anything."""
+    y = as_f32(((word >> 4) & 0x07F00000) + (120 << 23))
+    return with_sign(jnp.minimum(y, y + y - 2.0**-6), word)
 
 
 def e8m0(code: jax.Array) -> jax.Array:

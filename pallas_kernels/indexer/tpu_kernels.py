@@ -143,7 +143,7 @@ def maxima_kernel(*refs, plan: Plan, names: tuple[str, ...]):
 def entries_kernel(*refs, plan: Plan, names: tuple[str, ...]):
     r = types.SimpleNamespace(**dict(zip(names, refs, strict=True)))
     step, steps = pl.program_id(1), pl.num_programs(1)
-    a_row = plan.blocks_a_page
+    a_row, in_page = plan.blocks_a_page, plan.blocks_a_page.bit_length() - 1
     out_rows = plan.pages // a_row
     copies = _Pages(plan, r, a_row)
     r.weights_on_lanes[...] = weights_on_lanes(r.weights[0], *r.weights_on_lanes.shape[:1], r.weights_on_lanes.dtype)
@@ -151,7 +151,7 @@ def entries_kernel(*refs, plan: Plan, names: tuple[str, ...]):
     def start(s, slot, blocks_ref):
         @pl.when(blocks_ref[0, 0, s * plan.pages] >= 0)
         def _():
-            copies.start(slot, out_rows, lambda at: blocks_ref[0, 0, s * plan.pages + at] // a_row)
+            copies.start(slot, out_rows, lambda at: blocks_ref[0, 0, s * plan.pages + at] >> in_page)
 
     first_slot = step * plan.steps
 
@@ -185,8 +185,8 @@ def entries_kernel(*refs, plan: Plan, names: tuple[str, ...]):
                 words = r.buffer[slot, row * a_row]
                 for j in range(a_row):
                     at = row * a_row + j
-                    block = r.blocks[0, 0, s * plan.pages + at] % a_row
-                    shift = (j - block) % a_row * plan.block_size
+                    block = r.blocks[0, 0, s * plan.pages + at]
+                    shift = ((j - block) & (a_row - 1)) * plan.block_size
                     moved = pltpu.roll(r.buffer[slot, at], shift, 1)
                     words = moved if j == 0 else jnp.where(block_of_lane == j, moved, words)
                 keys = copies.keys(words)

@@ -32,7 +32,8 @@ from pallas_kernels.sparse_attention.tpu_tiles import (
 )
 from pallas_kernels.tpu_formats import words_for_interpreter, words_of
 
-_UNROLL = 8  # row copies started between two jumps
+_PAD = 8  # selected entries are padded to a multiple
+_RING_STEP = 32  # ring entries that are dequantised together at least: one row of scales at the widest
 _NEVER = -1e30
 # Leaves the compiler room in the 64 MiB of the smallest VMEM.
 _VMEM_LIMIT = 48 << 20
@@ -97,7 +98,7 @@ def _plan(q, window_index, selected, rope, scale: float, ring: WindowLayout) -> 
         heads=q.shape[2],
         width=q.shape[3],
         tokens=q.shape[1],
-        chunk=min(TILE, pl.cdiv(entries, _UNROLL) * _UNROLL),
+        chunk=min(TILE, pl.cdiv(entries, _PAD) * _PAD),
         chunks=pl.cdiv(entries, TILE),
         window=pl.cdiv(window_index.shape[-1], LANES) * LANES,
         ring=ring,
@@ -130,27 +131,23 @@ class _Gather:
     def _rows(self, chunk):
         return pl.ds(pl.multiple_of(chunk * TILE, TILE), self.plan.chunk)
 
-    def start(self, chunk, rows_ref, slot):
+    def wanted(self, chunk, rows_ref):
         """rows_ref int32 [1, 1, 2 * chunks * chunk]: rows of the values, then of the scales; -1 at first: skip it."""
+        return rows_ref[0, 0, chunk * self.plan.chunk] >= 0
+
+    def start(self, chunk, rows_ref, slot: int):
+        """Straight code and a slot known in advance: four instruction words a copy, the least there is."""
         first = chunk * self.plan.chunk
         scales = self.plan.chunks * self.plan.chunk
         values_to, scales_to = self.buffers
-
-        @pl.when(rows_ref[0, 0, first] >= 0)
-        def _():
-            def body(i, _):
-                for u in range(_UNROLL):
-                    at = i * _UNROLL + u
-                    to = pl.ds(chunk * TILE + at, 1)
-                    for row_at, buffer in ((first + at, values_to), (scales + first + at, scales_to)):
-                        row = self.pool.at[rows_ref[0, 0, row_at]]
-                        pltpu.make_async_copy(row, buffer.at[slot, to], self.done.at[slot, chunk]).start()
-                return 0
-
-            jax.lax.fori_loop(0, self.plan.chunk // _UNROLL, body, 0)
+        for at in range(self.plan.chunk):
+            to = pl.ds(chunk * TILE + at, 1)
+            for row_at, buffer in ((first + at, values_to), (scales + first + at, scales_to)):
+                row = self.pool.at[rows_ref[0, 0, row_at]]
+                pltpu.make_async_copy(row, buffer.at[slot, to], self.done.at[slot, chunk]).start()
 
     def wait(self, chunk, rows_ref, slot):
-        @pl.when(rows_ref[0, 0, chunk * self.plan.chunk] >= 0)
+        @pl.when(self.wanted(chunk, rows_ref))
         def _():
             for buffer in self.buffers:
                 rows = buffer.at[slot, self._rows(chunk)]
@@ -190,18 +187,29 @@ def _load_ring(plan: _Plan, r, sequence, last, first_here) -> None:
         copy.wait()
     per_scale_row = ROW_BYTES // plan.ring.scale_bytes
 
-    def body(i, _):
-        first = pl.multiple_of(i * TILE, TILE)
-        rows = pl.ds(first, TILE)
+    def dequantise(first, count):
+        rows = pl.ds(first, count)
         scale_rows = [
-            r.ring_scales[slot, pl.ds((first + s) // per_scale_row, 1)] for s in range(0, TILE, per_scale_row)
+            r.ring_scales[slot, pl.ds((first + s) // per_scale_row, 1)] for s in range(0, count, per_scale_row)
         ]
         r.ring_nan[:, rows] = store_ring(
             r.ring_tile, rows, first, r.ring[slot, rows], scale_rows, r.ring_matrices, plan.ring
         )
+
+    def body(i, _):
+        dequantise(pl.multiple_of(i * TILE, TILE), TILE)
         return 0
 
-    jax.lax.fori_loop(0, plan.ring_rows // TILE, body, 0)
+    whole = plan.ring.length // TILE
+    rest = pl.cdiv(plan.ring.length % TILE, _RING_STEP) * _RING_STEP
+    jax.lax.fori_loop(0, whole, body, 0)
+    if rest:
+        dequantise(whole * TILE, rest)
+    if whole * TILE + rest < plan.ring_rows:
+        # Never attended to, but a probability of 0 would not silence what is not a number.
+        rows = pl.ds(whole * TILE + rest, plan.ring_rows - whole * TILE - rest)
+        r.ring_tile[rows] = jnp.zeros((rows.size, plan.width), jnp.bfloat16)
+        r.ring_nan[:, rows] = jnp.zeros((1, rows.size), jnp.float32)
 
 
 def _on_sublanes(row):
@@ -209,49 +217,79 @@ def _on_sublanes(row):
     return jnp.transpose(jnp.broadcast_to(row, (LANES, row.shape[1])))
 
 
-def _update(plan: _Plan, r, tile, count, nan=None) -> None:
-    """One step of the online softmax over tile bfloat16 [S, H], in which entry s occurs count[0, s] times."""
-    logits = dot(r.q[0], tile, ((1,), (1,))) * plan.scale
-    if nan is not None:
-        logits = logits + nan
-    logits = jnp.where(count > 0, logits, _NEVER)
-    maximum = jnp.maximum(r.maximum[...], jnp.max(logits, axis=1, keepdims=True))
-    rescale = jnp.exp(r.maximum[...] - maximum)
-    p = jnp.where(count > 0, jnp.exp(logits - maximum), 0.0)
-    r.maximum[...] = maximum
-    r.denominator[...] = r.denominator[...] * rescale + jnp.sum(p * count, axis=1, keepdims=True)
-    weight = p.astype(jnp.bfloat16).astype(jnp.float32) * count
-    r.acc[...] = r.acc[...] * rescale + dot(weight.astype(jnp.bfloat16), tile)
+def _softmax(plan: _Plan, r, parts):
+    """Softmax over some tiles at once: maximum and denominator float32 [N, 1], unnormalised output float32 [N, H].
+
+    parts: tile bfloat16 [S, H], how often each of its entries occurs float32 [1, S], and what is added to the logits
+    float32 [1, S]; None there means that entries occur at most once, too.
+    """
+    logits = []
+    for tile, count, nan in parts:
+        x = dot(r.q[0], tile, ((1,), (1,))) * plan.scale
+        logits.append(jnp.where(count > 0, x if nan is None else x + nan, _NEVER))
+    maximum = functools.reduce(jnp.maximum, [jnp.max(x, axis=1, keepdims=True) for x in logits])
+    denominators, outputs = [], []
+    for (tile, count, nan), x in zip(parts, logits, strict=True):
+        p = jnp.where(count > 0, jnp.exp(x - maximum), 0.0)
+        weight = p.astype(jnp.bfloat16)
+        if nan is not None:
+            p, weight = p * count, (weight.astype(jnp.float32) * count).astype(jnp.bfloat16)
+        denominators.append(jnp.sum(p, axis=1, keepdims=True))
+        outputs.append(dot(weight, tile))
+    return maximum, functools.reduce(jnp.add, denominators), functools.reduce(jnp.add, outputs)
 
 
-def _attend_ring(plan: _Plan, r) -> None:
+def _selected_part(r):
+    return r.tile[...], jnp.where(r.entry[0] >= 0, 1.0, 0.0), None
+
+
+def _ring_part(plan: _Plan, r, block):
+    first = pl.multiple_of(block * plan.block, LANES)
+    rows = pl.ds(first, plan.block)
     wanted = [_on_sublanes(r.window_index[0, :, w : w + LANES]) for w in range(0, plan.window, LANES)]
+    counts = []
+    for lanes in range(0, plan.block, LANES):
+        entry = first + lanes + jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
+        hits = [jnp.where(w == entry, 1.0, 0.0) for w in wanted]
+        counts.append(jnp.sum(functools.reduce(jnp.add, hits), axis=0, keepdims=True))
+    return r.ring_tile[rows], jnp.concatenate(counts, axis=1), r.ring_nan[:, rows]
 
+
+def _attend(plan: _Plan, r) -> None:
+    """Output of a query, or if its ring has many blocks, its softmax up to them."""
+    parts = [_selected_part(r)] if plan.chunks else []
+    if plan.blocks == 1:
+        parts.append(_ring_part(plan, r, 0))
+    state = _softmax(plan, r, parts) if parts else (_NEVER, 0.0, 0.0)
+    if plan.blocks <= 1:
+        _finish(plan, r, *state)
+    else:
+        for ref, value in zip(r.state, state, strict=True):
+            ref[...] = jnp.broadcast_to(value, ref.shape)
+
+
+def _attend_blocks(plan: _Plan, r) -> None:
     def body(i, _):
         @pl.when(r.block_used[0, 0, i] > 0)
         def _():
-            first = pl.multiple_of(i * plan.block, LANES)
-            rows = pl.ds(first, plan.block)
-            entry = first + jax.lax.broadcasted_iota(jnp.int32, (1, plan.block), 1)
-            counts = []
-            for lanes in range(0, plan.block, LANES):
-                hits = [jnp.where(w == entry[:, lanes : lanes + LANES], 1.0, 0.0) for w in wanted]
-                counts.append(jnp.sum(functools.reduce(jnp.add, hits), axis=0, keepdims=True))
-            _update(plan, r, r.ring_tile[rows], jnp.concatenate(counts, axis=1), r.ring_nan[:, rows])
+            before, denominator, acc = (ref[...] for ref in r.state)
+            own, own_denominator, own_acc = _softmax(plan, r, [_ring_part(plan, r, i)])
+            maximum = jnp.maximum(before, own)
+            before, own = jnp.exp(before - maximum), jnp.exp(own - maximum)
+            merged = maximum, denominator * before + own_denominator * own, acc * before + own_acc * own
+            for ref, value in zip(r.state, merged, strict=True):
+                ref[...] = value
 
         return 0
 
-    if plan.blocks == 1:
-        body(0, 0)
-    else:
-        jax.lax.fori_loop(0, plan.blocks, body, 0)
+    jax.lax.fori_loop(0, plan.blocks, body, 0)
+    _finish(plan, r, *(ref[...] for ref in r.state))
 
 
-def _finish(plan: _Plan, r) -> None:
+def _finish(plan: _Plan, r, maximum, denominator, acc) -> None:
     """The quotient, rounded; then the inverse rotation of its last channels, rounded again."""
-    denominator = r.denominator[...] + jnp.exp(r.sink[...] - r.maximum[...])
-    out = jnp.where(r.denominator[...] == 0, 0.0, r.acc[...] * (1 / denominator))
-    r.out[0] = out.astype(jnp.bfloat16)
+    with_sink = denominator + jnp.exp(r.sink[...] - maximum)
+    r.out[0] = jnp.where(denominator == 0, 0.0, acc * (1 / with_sink)).astype(jnp.bfloat16)
     if plan.rotated:
         # Read back: the first rounding must not be optimised away.
         channels = slice(plan.width - plan.tail, plan.width)
@@ -262,52 +300,77 @@ def _finish(plan: _Plan, r) -> None:
         r.out[0, :, channels] = jnp.where(channel < plan.tail - plan.rotated, x, rotated).astype(jnp.bfloat16)
 
 
+def _attend_selected(plan: _Plan, r) -> None:
+    """Dequantises the gathered entries and attends, while the next token's rows are gathered.
+
+    Starting copies occupies the scalar unit only, so it costs nothing behind vector work in the same straight code. The
+    last chunk's work is joined by the softmax.
+    """
+    step, steps = pl.program_id(1), pl.num_programs(1)
+    slot, gather = step % 2, _Gather(plan, r)
+
+    def dequantise(chunk, slot):
+        rows = pl.ds(pl.multiple_of(chunk * TILE, TILE), TILE)
+        entry = _on_sublanes(r.entry[0, :, rows])
+        store_main(r.tile, rows, r.values[slot, rows], r.scales[slot, rows], entry, r.main_matrices, plan.main)
+
+    def finish(chunk, slot):
+        dequantise(chunk, slot)
+        _attend(plan, r)
+
+    def before_next(chunk, work):
+        ahead = (step + 1 < steps) & gather.wanted(chunk, r.next_rows)
+        gather.wait(chunk, r.rows, slot)
+        for known in range(2):
+
+            @pl.when(ahead & (slot == known))
+            def _(known=known):
+                work(chunk, known)
+                gather.start(chunk, r.next_rows, 1 - known)
+
+        @pl.when(jnp.logical_not(ahead))
+        def _():
+            work(chunk, slot)
+
+    def first(chunk, _):
+        @pl.when(gather.wanted(chunk, r.first_rows))
+        def _():
+            gather.start(chunk, r.first_rows, 0)
+
+        return 0
+
+    @pl.when(step == 0)
+    def _():
+        jax.lax.fori_loop(0, plan.chunks, first, 0)
+
+    jax.lax.fori_loop(0, plan.chunks - 1, lambda c, _: before_next(c, dequantise) or 0, 0)
+    before_next(plan.chunks - 1, finish)
+
+
 def _kernel(*refs, plan: _Plan, names: tuple[str, ...]):
     r = types.SimpleNamespace(**dict(zip(names, refs, strict=True)))
-    core, step, steps = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
-    token = core * steps + step
-    slot = step % 2
-    r.maximum[...] = jnp.full(r.maximum.shape, _NEVER, jnp.float32)
-    r.denominator[...] = jnp.zeros(r.denominator.shape, jnp.float32)
-    r.acc[...] = jnp.zeros(r.acc.shape, jnp.float32)
-
-    gather = _Gather(plan, r) if plan.chunks else None
-    if plan.chunks:
-
-        @pl.when(step == 0)
-        def _():
-            jax.lax.fori_loop(0, plan.chunks, lambda c, _: gather.start(c, r.first_rows, slot) or 0, 0)
-
+    if plan.blocks > 1:
+        r.state = r.maximum, r.denominator, r.acc
     if plan.blocks:
-        sequence, last = token // plan.tokens, (core * steps + steps - 1) // plan.tokens
+        core, step, steps = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
+        token = core * steps + step
 
         @pl.when((step == 0) | (token % plan.tokens == 0))
         def _():
-            _load_ring(plan, r, sequence, last, step == 0)
+            last = (core * steps + steps - 1) // plan.tokens
+            _load_ring(plan, r, token // plan.tokens, last, step == 0)
 
     if plan.chunks:
-
-        def body(c, _):
-            @pl.when(step + 1 < steps)
-            def _():
-                gather.start(c, r.next_rows, 1 - slot)
-
-            gather.wait(c, r.rows, slot)
-            rows = pl.ds(pl.multiple_of(c * TILE, TILE), TILE)
-            entry = _on_sublanes(r.entry[0, :, rows])
-            store_main(r.tile, rows, r.values[slot, rows], r.scales[slot, rows], entry, r.main_matrices, plan.main)
-            return 0
-
-        jax.lax.fori_loop(0, plan.chunks, body, 0)
-        _update(plan, r, r.tile[...], jnp.where(r.entry[0] >= 0, 1.0, 0.0))
-    if plan.blocks:
-        _attend_ring(plan, r)
-    _finish(plan, r)
+        _attend_selected(plan, r)
+    else:
+        _attend(plan, r)
+    if plan.blocks > 1:
+        _attend_blocks(plan, r)
 
 
 def _gather_rows(plan: _Plan, selected: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """selected int32 [Q, K] -> rows int32 [Q, 1, 2 * chunks * chunk] for `_Gather.start`, and int32 [Q, 1, chunks * 128]:
-    the entries' numbers inside their pages, -1 for those that are not there."""
+    """selected int32 [Q, K] -> rows int32 [Q, 1, 2 * chunks * chunk] for `_Gather`, and the entries' numbers inside
+    their pages int32 [Q, 1, chunks * 128], -1 for those that are not there."""
     layout = plan.main
     count = plan.chunks * plan.chunk
     padded = jnp.pad(selected, ((0, 0), (0, count - selected.shape[1])), constant_values=-1)
@@ -389,11 +452,9 @@ def sparse_attention(
     hbm = pl.BlockSpec(memory_space=pl.ANY)
     vmem, f32, i32 = pltpu.VMEM, jnp.float32, jnp.int32
     inputs = {"q": (q.reshape(queries, n, h), per_token(n, h)), "sink": (sink.reshape(n, 1), None)}
-    scratch = {
-        "maximum": vmem((n, 1), f32),
-        "denominator": vmem((n, 1), f32),
-        "acc": vmem((n, h), f32),
-    }
+    scratch = {}
+    if plan.blocks > 1:
+        scratch |= {"maximum": vmem((n, 1), f32), "denominator": vmem((n, 1), f32), "acc": vmem((n, h), f32)}
     if plan.chunks:
         rows, entry = _gather_rows(plan, selected.reshape(queries, -1))
         width, smem = rows.shape[-1], {"memory_space": pltpu.SMEM}

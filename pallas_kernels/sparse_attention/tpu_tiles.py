@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import tpu_formats as formats
-from pallas_kernels.page_layout import ROW_BYTES, MainPageLayout, WindowLayout
+from pallas_kernels.page_layout import MainPageLayout, WindowLayout
 
 LANES = 128
 # Entries of a tile.
@@ -47,13 +47,20 @@ def ring_matrices(layout: WindowLayout) -> np.ndarray:
     return np.stack(matrices)
 
 
-def _run(entry: jax.Array, run_bytes: int) -> tuple[jax.Array, jax.Array]:
-    """Where an entry's run of bytes lies in its row: the first byte of the words, and whether a lane is part of it."""
-    start = (entry & (ROW_BYTES // run_bytes - 1)) * run_bytes
+def _log2(power: int) -> int:
+    return power.bit_length() - 1
+
+
+def _first_bit(entry: jax.Array, run_bytes: int) -> jax.Array:
+    """Bits below the first byte of an entry's run in its row's words: 8 * (entry * run_bytes // 128 % 4)."""
+    shift = _log2(run_bytes) - 4
+    return (entry << shift if shift >= 0 else entry >> -shift) & 24
+
+
+def _on_lanes(entry: jax.Array, run_bytes: int) -> jax.Array:
+    """Which lanes hold an entry's run, of less than 128 bytes; none if the entry is negative."""
     lane = jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
-    if run_bytes >= LANES:
-        return start >> 7, jnp.full((1, 1), True)
-    return start >> 7, lane // run_bytes == (start & (LANES - 1)) // run_bytes
+    return lane >> _log2(run_bytes) == entry & jnp.int32(LANES // run_bytes - 1 - 2**31)
 
 
 def _store(tile_ref, rows, planes, scale, finite: bool = False):
@@ -73,47 +80,47 @@ def store_main(tile_ref, rows, values, scales, entry, matrices, layout: MainPage
     values, scales int32 [128, 128]: each entry's rows; entry int32 [128, 128]: its number in its page on all lanes, -1
     if there is none; matrices: ref of `main_matrices`.
     """
-    first_byte, mine = _run(entry, layout.scale_bytes)
-    byte = formats.byte_of(scales, first_byte)
+    code = jax.lax.shift_right_logical(scales, _first_bit(entry, layout.scale_bytes)) & 0xFF
     # Scales are never negative. A NaN makes its whole entry NaN, which is what a logit does anyway.
-    scale = jnp.where(byte == 0x7F, jnp.nan, formats.e4m3_magnitude(byte))
-    scale = dot(jnp.where(mine & (entry >= 0), scale, 0.0).astype(jnp.bfloat16), matrices[0])
+    scale = jnp.where(code == 0x7F, jnp.nan, formats.e4m3_magnitude(code))
+    scale = jnp.where(_on_lanes(entry, layout.scale_bytes), scale, 0.0).astype(jnp.bfloat16)
+    scale = dot(scale, matrices[0])
 
-    first_byte, mine = _run(entry, layout.value_bytes)
-    word = jax.lax.shift_right_logical(values, first_byte * 8)
+    word = jax.lax.shift_right_logical(values, _first_bit(entry, layout.value_bytes))
     if layout.value_bytes >= LANES:
         lanes = range(layout.value_bytes // LANES)
         planes = [formats.e2m1(word << (28 - 4 * high - 8 * s)) for high in (0, 1) for s in lanes]
     else:
+        mine = _on_lanes(entry, layout.value_bytes)
         low, high = (jnp.where(mine, formats.e2m1(word << s), 0.0).astype(jnp.bfloat16) for s in (28, 24))
         planes = [dot(low, matrices[1]) + dot(high, matrices[2])]
     _store(tile_ref, rows, planes, scale)
 
 
 def store_ring(tile_ref, rows, first_entry, values, scale_rows, matrices, layout: WindowLayout) -> jax.Array:
-    """128 consecutive entries of a ring -> rows of tile_ref bfloat16 [.., H], finite whatever the bytes are.
+    """n consecutive entries of a ring -> rows of tile_ref bfloat16 [.., H], finite whatever the bytes are.
 
-    values int32 [128, 128]: each entry's row; scale_rows: those that hold the entries' scales, int32 [1, 128] each.
+    values int32 [n, 128]: each entry's row; scale_rows: those that hold the entries' scales, int32 [1, 128] each.
 
     Returns:
-      float32 [1, 128]: NaN for an entry that has a NaN scale, else 0.
+      float32 [1, n]: NaN for an entry that has a NaN scale, else 0.
     """
-    entry = first_entry + jax.lax.broadcasted_iota(jnp.int32, (TILE, LANES), 0)
-    each = TILE // len(scale_rows)
+    count = values.shape[0]
+    entry = first_entry + jax.lax.broadcasted_iota(jnp.int32, (count, LANES), 0)
+    each = count // len(scale_rows)
     words = jnp.concatenate([jnp.broadcast_to(row, (each, LANES)) for row in scale_rows], axis=0)
-    first_byte, mine = _run(entry, layout.scale_bytes)
-    byte = formats.byte_of(words, first_byte)
-    is_nan = jnp.max(jnp.where(mine & (byte == 0xFF), 1.0, 0.0), axis=1, keepdims=True)
-    is_nan = jnp.transpose(jnp.broadcast_to(is_nan, (TILE, LANES)))[:1]
-    scale = jnp.where(mine, formats.e8m0(jnp.minimum(byte, 0xFE)), 0.0)
-    scale = dot(scale.astype(jnp.bfloat16), matrices[0])
+    code = jax.lax.shift_right_logical(words, _first_bit(entry, layout.scale_bytes)) & 0xFF
+    code = jnp.where(_on_lanes(entry, layout.scale_bytes), code, 0)
+    is_nan = jnp.max(jnp.where(code == 0xFF, 1.0, 0.0), axis=1, keepdims=True)
+    is_nan = jnp.transpose(jnp.broadcast_to(is_nan, (count, LANES)))[:1]
+    scale = dot(formats.e8m0(jnp.minimum(code, 0xFE)).astype(jnp.bfloat16), matrices[0])
 
-    first_byte, mine = _run(entry, layout.head_dim)
-    word = jax.lax.shift_right_logical(values, first_byte * 8)
     if layout.head_dim >= LANES:
-        planes = [formats.e4m3(formats.byte_of(word, s)) for s in range(layout.head_dim // LANES)]
+        word = jax.lax.shift_right_logical(values, _first_bit(entry, layout.head_dim))
+        planes = [formats.e4m3(word << (24 - 8 * s)) for s in range(layout.head_dim // LANES)]
     else:
-        value = jnp.where(mine, formats.e4m3(formats.byte_of(word, 0)), 0.0)
+        word = values << (24 - _first_bit(entry, layout.head_dim))
+        value = jnp.where(_on_lanes(entry, layout.head_dim), formats.e4m3(word), 0.0)
         planes = [dot(value.astype(jnp.bfloat16), matrices[1])]
     _store(tile_ref, rows, planes, scale, finite=True)
     return jnp.where(is_nan > 0, jnp.nan, 0.0)
