@@ -248,10 +248,18 @@ class Simt:
         """Adds and returns what was there."""
         return _asm(f"atom.shared.add.u32 $0, [$1+{displacement}], $2;", address, value, effects=True)
 
-    def reduce_shared(self, address: Word, value: Word | int, operation: str, displacement: int = 0) -> None:
-        """Atomically combines a word with a value by "add", "max", "min" or "or"."""
+    def reduce_shared(
+        self, address: Word, value: Word | int, operation: str, displacement: int = 0, flag: Flag | None = None
+    ) -> None:
+        """Atomically combines a word with a value by "add", "max", "min" or "or"; only where the flag is set."""
         kind = {"add": "add.u32", "max": "max.u32", "min": "min.u32", "or": "or.b32"}[operation]
-        _effect(f"red.shared.{kind} [$0+{displacement}], $1;", address, _raw(value))
+        utils.inline_ptx(
+            f"red.shared.{kind} [$0+{displacement}], $1;",
+            address.value,
+            _raw(value),
+            predicate=None if flag is None else flag.value,
+            has_side_effects=True,
+        )
 
     # Global memory: a row's address and a byte offset in it below 2^32
 

@@ -1,11 +1,18 @@
 """How the GPU kernel divides a top-k among blocks and threads."""
 
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
 from pallas_kernels.topk.gpu_plan import Plan
+from pallas_kernels.tuning import knob
 
 MAX_K = 2048
 MAX_WIDTH = 1 << 24
 MULTIPROCESSORS = 132
 MAX_BLOCKS = (1 << 31) - 1
+MAX_SPLITS = 128
 
 
 def problem(rows: int, width: int, k: int) -> str | None:
@@ -14,9 +21,26 @@ def problem(rows: int, width: int, k: int) -> str | None:
         return f"k = {k} is more than {MAX_K}"
     if width > MAX_WIDTH:
         return f"rows of {width} scores are longer than {MAX_WIDTH}"
-    if rows > MAX_BLOCKS // (2 * MULTIPROCESSORS):
+    if rows > MAX_BLOCKS // MAX_SPLITS:
         return f"{rows} rows are too many"
     return None
+
+
+def knobs(
+    scores: jax.ShapeDtypeStruct, k: int, lengths: jax.ShapeDtypeStruct | None = None
+) -> tuple[str, dict[str, Sequence[int]]]:
+    """What the tuner may vary for these arguments of `ops.topk`, see `pallas_kernels.tuning`."""
+    del lengths
+    rows, width = scores.shape
+    choices: dict[str, Any] = {"threads": (128, 256, 512, 1024)}
+    if width > 8192:
+        splits = [1 << i for i in range(8) if width >> i >= 4096 and rows << i <= 16 * MULTIPROCESSORS]
+        choices["splits"] = splits or [1]
+    return _key(rows, width, k, scores.dtype.itemsize), choices
+
+
+def _key(rows: int, width: int, k: int, itemsize: int) -> str:
+    return f"{rows}x{width} k{k} f{8 * itemsize}"
 
 
 def plans(rows: int, width: int, k: int, itemsize: int) -> tuple[Plan, Plan | None]:
@@ -27,42 +51,62 @@ def plans(rows: int, width: int, k: int, itemsize: int) -> tuple[Plan, Plan | No
       k: positions to take.
       itemsize: 4 or 2.
     """
-    splits = _splits(rows, width, k)
-    if splits == 1:
-        return plan(width, k, itemsize), None
+    key = _key(rows, width, k, itemsize)
+    splits = knob("topk", key, "splits", _splits(rows, width, k))
     vector = 16 // itemsize
     part = -(-width // (splits * vector)) * vector
     splits = -(-width // part)
+    threads = knob("topk", key, "threads", _threads(rows * splits, part, itemsize))
+    if splits == 1:
+        return plan(width, k, itemsize, blocks=rows, threads=threads), None
     slots = 2 * k + -2 * k % 4
-    first = plan(width, k, itemsize, part=part, splits=splits, slots=slots, values=True)
-    return first, plan(splits * slots, k, 4, mapped=True)
+    first = plan(
+        width, k, itemsize, blocks=rows * splits, threads=threads, part=part, splits=splits, slots=slots, values=True
+    )
+    return first, plan(splits * slots, k, 4, blocks=rows, threads=_threads(rows, splits * slots, 4), mapped=True)
 
 
 def _splits(rows: int, width: int, k: int) -> int:
     """Parts of a row: enough to occupy the device, as long as each part is much longer than what it keeps."""
     if width <= 16384:
         return 1
-    wanted = -(-2 * MULTIPROCESSORS // rows)
-    return max(1, min(wanted, width // max(8192, 8 * k)))
+    wanted = -(-4 * MULTIPROCESSORS // rows)
+    return max(1, min(wanted, width // max(16384, 8 * k), MAX_SPLITS))
 
 
-def plan(width: int, k: int, itemsize: int, **changes) -> Plan:
-    """One launch; `changes` are attributes of the plan that this does not decide."""
+def _busy(blocks: int) -> bool:
+    """Whether blocks queue for the device: then work counts, else the time of one block."""
+    return blocks > 4 * MULTIPROCESSORS
+
+
+def _threads(blocks: int, part: int, itemsize: int) -> int:
     per_vector = 16 // itemsize
-    part = changes.setdefault("part", width)
-    threads, vectors = 128, 1
-    longest = 16384 if part <= 16384 else 8192 * 4 // itemsize
-    while threads * vectors * per_vector < min(part, longest):
-        if vectors < 8:
-            vectors *= 2
-        else:
-            threads *= 2
+    if _busy(blocks):
+        return _clamp(part // (8 * per_vector), 128, 512)
+    most = 1024 if part > 16384 and blocks <= MULTIPROCESSORS else 512
+    return _clamp(part // (2 * per_vector), 128, most)
+
+
+def _clamp(wanted: int, least: int, most: int) -> int:
+    """The next power of two, within bounds that are such."""
+    return min(max(1 << max(wanted - 1, 0).bit_length(), least), most)
+
+
+def plan(width: int, k: int, itemsize: int, *, blocks: int, threads: int, part: int | None = None, **changes) -> Plan:
+    """One launch; `changes` are attributes of the plan that this would decide otherwise, or does not decide."""
+    per_vector = 16 // itemsize
+    part = width if part is None else part
+    vectors = 1
+    # one tile if that can be, else two half as long, one of which is on its way
+    while vectors < 8 and threads * vectors * per_vector < part:
+        vectors *= 2
+    if threads * vectors * per_vector < part and threads * vectors * 16 > 1 << 15:
+        vectors //= 2
     tile, piece = threads * vectors * per_vector, threads * 4
     group = _group(vectors * 4, threads, k, per_vector // 4)
-    if group or part > tile:
-        capacity = max(3 * k, k + 2 * piece)
-    else:
-        capacity = max(tile, k + piece)
+    capacity = max(tile if part <= tile and not group else 0, k + piece, 5 * k // 2)
+    if part > tile:
+        capacity = max(capacity, k + 2 * piece, 4 * k)
     values = {
         "k": k,
         "width": width,
@@ -70,10 +114,11 @@ def plan(width: int, k: int, itemsize: int, **changes) -> Plan:
         "threads": threads,
         "vectors": vectors,
         "group": group,
-        "bins": max(512, 1 << (k - 1).bit_length()),
+        "bins": max(512 if _busy(blocks) else 2048, 1 << (k - 1).bit_length()),
         "capacity": -(-capacity // threads) * threads,
         "buffers": 2 if part > tile else 1,
         "splits": 1,
+        "part": part,
         "slots": k,
         "values": False,
         "mapped": False,

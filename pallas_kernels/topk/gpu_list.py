@@ -48,14 +48,14 @@ class Keys:
 
 
 class ScoreList:
-    """`ids` and `keys` are byte addresses of arrays of `plan.capacity` words; the other state is private."""
+    """`keys` is the address of an array of `plan.capacity` words; behind it come as many positions."""
 
     def __init__(self, simt, plan: Plan, base):
         self.s, self.plan, self.keys_of = simt, plan, Keys(simt)
         self.bins = base
-        self.ids = self.bins + 4 * plan.bins
-        self.keys = self.ids + 4 * plan.capacity
-        self.state = self.keys + 4 * plan.capacity
+        self.state = self.bins + 4 * plan.bins
+        self.keys = self.state + 4 * STATE_WORDS
+        self.ids = self.keys + 4 * plan.capacity
         self.thread = simt.thread()
         self.lane = self.thread & 31
         self.warp = self.thread >> 5
@@ -67,6 +67,21 @@ class ScoreList:
         with s.when(self.thread < STATE_WORDS):
             initial = s.select((self.thread == LOW) | (self.thread == BIN), NOTHING, 0)
             s.store_shared(self.state + self.thread * 4, initial)
+
+    def key(self, i):
+        return self.s.load_shared(self.keys + i * 4)
+
+    def id(self, i):
+        """A position, from the part's start."""
+        if self.plan.id_bytes == 2:
+            return self.s.load_shared_u16(self.ids + i * 2)
+        return self.s.load_shared(self.ids + i * 4)
+
+    def set_id(self, i, position) -> None:
+        if self.plan.id_bytes == 2:
+            self.s.store_shared_u16(self.ids + i * 2, position)
+        else:
+            self.s.store_shared(self.ids + i * 4, position)
 
     def get(self, which: int):
         return self.s.load_shared(self.state, 4 * which)
@@ -107,6 +122,9 @@ class ScoreList:
         return counts
 
     def _clear_bins(self) -> None:
+        if self.plan.threads <= self.plan.bins:
+            self._own_bins(load=False)
+            return
         with self.s.when(self.thread < self.plan.bins):
             self._own_bins(load=False)
 
@@ -128,26 +146,32 @@ class ScoreList:
         most = 32 - (self.plan.bins.bit_length() - 1)
         return self.s.const(most) - self.s.min(self.s.leading_zeros(span), most)
 
-    def tally(self, key, high, shift) -> None:
-        """Counts a key; bins count from the largest keys."""
-        self.s.reduce_shared(self.bins + ((high - key) >> shift) * 4, 1, "add")
+    def tally(self, key, low, shift, flag) -> None:
+        """Counts a key >= low where the flag is set; the last bin takes all keys that are too large for the others."""
+        s = self.s
+        number = s.min((key - low) >> shift, self.plan.bins - 1)
+        s.reduce_shared(self.bins + 4 * (self.plan.bins - 1) - number * 4, 1, "add", flag=flag)
 
     def edges(self, low, high, shift, found):
-        """Smallest and largest key of a bin; bin 0 ends at `high`."""
+        """Smallest and largest key of bin `found`, as `find_bin` numbers them."""
         s = self.s
-        top = high - (found << shift)
-        return top - s.min(top - low, (s.const(1) << shift) - 1), top
+        bottom = low + (s.const(self.plan.bins - 1) - found << shift)
+        top = bottom + s.min(high - bottom, (s.const(1) << shift) - 1)
+        return bottom, s.select(found == 0, high, top)
 
     def find_bin(self, need):
         """The bin that holds the key of rank `need`, how many keys are in the bins before it, and how many in it.
 
-        If there are fewer than `need` keys, the bin is NOTHING. Leaves the bins empty and the range reset.
+        Bins are numbered from the one with the largest keys here. If there are fewer than `need` keys, the bin is
+        NOTHING. Leaves the bins empty and the range reset.
         """
         s, own = self.s, max(1, self.plan.bins // self.plan.threads)
         s.barrier()
-        counts = self._own_bins(load=True)
-        if own * self.plan.threads > self.plan.bins:
-            counts = [s.select(self.thread < self.plan.bins, counts[0], 0)]
+        if self.plan.threads <= self.plan.bins:
+            counts = self._own_bins(load=True)
+        else:
+            has_bins = self.thread < self.plan.bins
+            counts = s.if_else(has_bins, own, lambda: self._own_bins(load=True), lambda: [s.const(0)] * own)
         self._clear_bins()
         total = fold(lambda a, b: a + b, counts)
         through = s.running_sum(total)
@@ -173,9 +197,6 @@ class ScoreList:
         return self.get(BIN), self.get(ABOVE), self.get(INSIDE)
 
     # The k best
-
-    def key(self, i):
-        return self.s.load_shared(self.keys + i * 4)
 
     def find_kth(self, count, known=None):
         """Where the k-th best of `count` > k listed scores lies: (low, high, need, unused).
@@ -206,25 +227,29 @@ class ScoreList:
         ones = (s.const(1) << unused) - 1
         low, high = low & (ones ^ NOTHING), high | ones
 
-        def narrow(low, high, need, done):
+        def narrow(low, high, need, done, finer):
             del done
-            shift = s.max(self.shift(high - low), unused)
+            shift = s.max(s.max(self.shift(high - low), finer) - finer, unused)
 
             def tally(first):
                 key = self.key(first + self.thread)
-                with s.when((key >= low) & (key <= high)):
-                    self.tally(key, high, shift)
+                self.tally(key, low, shift, (key >= low) & (key <= high))
                 return ()
 
             s.for_range(0, count, plan.threads, (), tally)
             found, above, inside = self.find_bin(need)
             low, high = self.edges(low, high, shift, found)
             need = need - above
-            return low, high, need, s.select((inside == need) | (shift == unused), s.const(1), 0)
+            return low, high, need, s.select((inside == need) | one_value(low, high), s.const(1), 0), s.const(0)
 
-        done = s.select((high - low) >> unused == 0, s.const(1), 0)
-        low, high, need, _ = s.while_loop(
-            (low, high, s.const(plan.k), done), lambda low, high, need, done: done == 0, narrow
+        def one_value(low, high):
+            return (high - low) >> unused == 0
+
+        done = s.select(one_value(low, high), s.const(1), 0)
+        # a list that the first threshold made is hardly longer than k: the lower part of its range decides
+        finer = s.const(2 if plan.one_tile and plan.group else 0)
+        low, high, need, _, _ = s.while_loop(
+            (low, high, s.const(plan.k), done, finer), lambda low, high, need, done, finer: done == 0, narrow
         )
         return low, high, need, unused
 
@@ -256,9 +281,9 @@ class ScoreList:
             return ()
 
         def move(j):
-            source, target = s.load_shared_u16(movers + j * 2) * 4, s.load_shared_u16(holes + j * 2) * 4
-            for array in (self.ids, self.keys):
-                s.store_shared(array + target, s.load_shared(array + source))
+            source, target = s.load_shared_u16(movers + j * 2), s.load_shared_u16(holes + j * 2)
+            self.set_id(target, self.id(source))
+            s.store_shared(self.keys + target * 4, self.key(source))
             return ()
 
         s.for_range(0, count, plan.threads, (), sort_out)

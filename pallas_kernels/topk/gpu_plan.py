@@ -59,8 +59,14 @@ class Plan:
         return self.part <= self.tile
 
     @property
+    def id_bytes(self) -> int:
+        """Of a listed position, which counts from the part's start."""
+        return 2 if self.part <= 1 << 16 else 4
+
+    @property
     def shared_words(self) -> int:
-        return self.buffers * self.tile * self.itemsize // 4 + self.bins + 2 * self.capacity + STATE_WORDS
+        tiles = self.buffers * self.tile * self.itemsize // 4
+        return tiles + self.bins + self.capacity + self.capacity * self.id_bytes // 4 + STATE_WORDS
 
 
 # Words of shared memory behind the lists

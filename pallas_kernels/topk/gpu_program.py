@@ -18,6 +18,7 @@ from pallas_kernels.topk.gpu_list import LOWEST_KEY, NOTHING, Keys, ScoreList, f
 from pallas_kernels.topk.gpu_plan import COPIES, COUNT, TAKEN, TIES, Plan
 
 NEGATIVE_INFINITY = 0xFF800000  # bits
+SPAN = 1 << 27  # between the keys of x and 2^16 x, for x > 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,20 +197,20 @@ class TopK:
         s, plan = self.s, self.plan
         per_word = 4 // plan.itemsize
         first = self.thread * (plan.vectors * plan.per_vector) + m
-        ids, first_id, first_value = self.list.ids, at + first, base + first * plan.itemsize
+        first_id, first_value = at - self.start + first, base + first * plan.itemsize
 
-        def body(left, slot):
+        def body(left, place):
             bit = s.trailing_zeros(left)
             if plan.itemsize == 4:
                 value = s.load_shared(first_value + bit * 4)
             else:
                 value = s.load_shared_u16(first_value + bit * 4) << 16
-            s.store_shared(slot, first_id + bit * per_word)
-            s.store_shared(slot, self.keys.of(value), 4 * plan.capacity)
-            return left & (left - 1), slot + 4
+            self.list.set_id(place, first_id + bit * per_word)
+            s.store_shared(self.list.keys + place * 4, self.keys.of(value))
+            return left & (left - 1), place + 1
 
-        _, slot = s.while_loop((mask, ids + place * 4), lambda left, slot: left != 0, body)
-        return (slot - ids) >> 2
+        _, place = s.while_loop((mask, place), lambda left, place: left != 0, body)
+        return place
 
     def _append_in_pieces(self, at, base, words, masks, threshold, count, high, bits):
         """For a tile that the list may have no room for; returns the new threshold and count."""
@@ -259,13 +260,16 @@ class TopK:
         low = fold(s.min, [key - (LOWEST_KEY + 1) for key in keys])
         used = s.const(0x00010000) if plan.itemsize == 2 else _any(words)
         low, high, used = self.list.range(low, fold(s.max, keys), used)
-        low = s.select(low == NOTHING, low, low + (LOWEST_KEY + 1))
-        shift = self.list.shift(high - low)
+        low = low + (LOWEST_KEY + 1)
+        # Maxima below 0 would make the range, and so the bins, too wide to be of use; those that are 2^16 times
+        # smaller than the largest share one bin
+        floor = s.max(low, s.max(high, SPAN) - SPAN)
+        shift = self.list.shift(high - floor)
         for key in keys:
-            with s.when(key >= low):
-                self.list.tally(key, high, shift)
+            self.list.tally(s.max(key, floor), floor, shift, key > LOWEST_KEY)
         found, _, _ = self.list.find_bin(s.const(plan.k))
-        edge, _ = self.list.edges(low, high, shift, found)
+        edge, _ = self.list.edges(floor, high, shift, found)
+        edge = s.select(found == plan.bins - 1, low, edge)
         return s.select(found == NOTHING, s.const(LOWEST_KEY), self.keys.below(edge)), high, used
 
     # Results
@@ -277,7 +281,7 @@ class TopK:
         mapping = s.row(self.arrays.mapping, self.row, 4 * plan.width) if plan.mapped else None
 
         def put(place, i, key):
-            position = s.load_shared(self.list.ids + i * 4)
+            position = self.start + self.list.id(i)
             if plan.values:
                 s.store(out_values, place * 4, self.keys.bits(key))
             s.store(out_ids, place * 4, s.load(mapping, position * 4) if plan.mapped else position)

@@ -187,11 +187,12 @@ class Emulator:
             self.memory[word[i]] += value[i]
         return old
 
-    def reduce_shared(self, address, value, operation, displacement=0):
-        word = self._words(address, displacement)
-        self._touch(word, "atomic")
-        combine = {"add": np.add, "max": np.maximum, "min": np.minimum, "or": np.bitwise_or}[operation]
-        combine.at(self.memory, word[self.mask], self._word(value)[self.mask])
+    def reduce_shared(self, address, value, operation, displacement=0, flag=None):
+        with self.when(np.ones(self.threads, bool) if flag is None else flag):
+            word = self._words(address, displacement)
+            self._touch(word, "atomic")
+            combine = {"add": np.add, "max": np.maximum, "min": np.minimum, "or": np.bitwise_or}[operation]
+            combine.at(self.memory, word[self.mask], self._word(value)[self.mask])
 
     # Global memory
 
