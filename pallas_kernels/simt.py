@@ -171,11 +171,17 @@ class Simt:
         """max of float32; a number if either is one."""
         return _asm("max.f32 $0, $1, $2;", a, b)
 
-    def float_greater(self, a: Word, b: Word) -> Flag:
-        """False for NaN."""
-        f32 = ir.F32Type.get()
-        a, b = arith.bitcast(f32, a.value), arith.bitcast(f32, b.value)
-        return Flag(arith.cmpf(arith.CmpFPredicate.OGT, a, b))
+    def positive_zero(self, x: Word) -> Word:
+        """The same float32, +0 for -0."""
+        return _asm("add.rn.f32 $0, $1, 0f00000000;", x)
+
+    def float_subtract(self, a: Word, b: Word) -> Word:
+        """a - b of float32; NaN has no sign."""
+        return _asm("sub.rn.f32 $0, $1, $2;", a, b)
+
+    def push_sign(self, mask: Word, x: Word) -> Word:
+        """The mask shifted up by one bit, the lowest bit from bit 31 of x."""
+        return _asm("shf.l.wrap.b32 $0, $2, $1, 1;", mask, x)
 
     def pair_max(self, a: Word, b: Word) -> Word:
         """max of two bfloat16 each; a number where either is one."""

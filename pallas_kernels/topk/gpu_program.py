@@ -162,7 +162,11 @@ class TopK:
         s, bits = self.s, []
         if self.plan.itemsize == 4:
             limit = self.keys.bits(threshold)
-            bits = [s.select(s.float_greater(word, limit), 1 << b, 0) for b, word in enumerate(words)]
+            for i in range(0, len(words), 8):
+                mask = s.const(0)
+                for word in reversed(words[i : i + 8]):
+                    mask = s.push_sign(mask, s.float_subtract(limit, word))
+                bits.append(mask << i)
             return [self._in_order(_any(bits))]
         # the largest bfloat16 that is not above the threshold bounds bfloat16 scores in the same way
         negative = ((threshold + 1) & 0xFFFF0000) - 1

@@ -72,16 +72,24 @@ class Emulator:
     def float_max(self, a, b):
         return np.fmax(a.view(np.float32), b.view(np.float32)).view(_U32)
 
-    def float_greater(self, a, b):
-        return a.view(np.float32) > b.view(np.float32)
+    def positive_zero(self, x):
+        return np.where(x == 0x80000000, _U32(0), x)
+
+    def float_subtract(self, a, b):
+        with np.errstate(invalid="ignore", over="ignore"):
+            difference = a.view(np.float32) - b.view(np.float32)
+        return np.where(np.isnan(difference), _U32(0x7FFFFFFF), difference.view(_U32))
+
+    def push_sign(self, mask, x):
+        return mask << 1 | x >> 31
 
     def pair_max(self, a, b):
         upper = self.float_max(a & 0xFFFF0000, b & 0xFFFF0000)
         return upper & 0xFFFF0000 | self.float_max(a << 16, b << 16) >> 16
 
     def pair_greater(self, a, b):
-        upper = self.float_greater(a & 0xFFFF0000, b & 0xFFFF0000)
-        lower = self.float_greater(a << 16, b << 16)
+        upper = (a & 0xFFFF0000).view(np.float32) > (b & 0xFFFF0000).view(np.float32)
+        lower = (a << 16).view(np.float32) > (b << 16).view(np.float32)
         return self.select(upper, 0x3F800000, 0) | self.select(lower, 0x3F80, 0)
 
     # Warp
