@@ -22,17 +22,15 @@ class _Pages:
         self.plan, self.size, self.pool = plan, size, words_of(r.pool)
         self.buffer, self.ready = r.buffer, r.ready
 
-    def start(self, slot, groups, page_of):
+    def start_group(self, slot, group, page_of):
         """page_of: number in the step -> page of the pool."""
+        for u in range(self.size):
+            at = group * self.size + u
+            page = self.pool.at[page_of(at), :, 0]
+            pltpu.make_async_copy(page, self.buffer.at[slot, at], self.ready.at[slot, group]).start()
 
-        def body(g, _):
-            for u in range(self.size):
-                at = g * self.size + u
-                page = self.pool.at[page_of(at), :, 0]
-                pltpu.make_async_copy(page, self.buffer.at[slot, at], self.ready.at[slot, g]).start()
-            return 0
-
-        jax.lax.fori_loop(0, groups, body, 0)
+    def start(self, slot, groups, page_of):
+        jax.lax.fori_loop(0, groups, lambda g, _: self.start_group(slot, g, page_of) or 0, 0)
 
     def wait(self, slot, group):
         pages = self.buffer.at[slot, pl.ds(group * self.size, self.size)]
@@ -83,8 +81,11 @@ def maxima_kernel(*refs, plan: Plan, names: tuple[str, ...]):
         pages = jnp.minimum(pl.cdiv(limit - s * entries, PAGE_ENTRIES), plan.pages)
         return pl.cdiv(pages, GROUP)
 
+    def pages_of(s, pages_ref):
+        return lambda at: jnp.maximum(pages_ref[0, 0, s * plan.pages + at], 0)
+
     def start(s, slot, limit, pages_ref):
-        copies.start(slot, groups_of(s, limit), lambda at: jnp.maximum(pages_ref[0, 0, s * plan.pages + at], 0))
+        copies.start(slot, groups_of(s, limit), pages_of(s, pages_ref))
 
     @pl.when(step == 0)
     def _():
@@ -106,8 +107,9 @@ def maxima_kernel(*refs, plan: Plan, names: tuple[str, ...]):
     def body(s, _):
         slot = (first_slot + s) % 2
         last = s + 1 == live
+        next_is_full = jnp.logical_not(last) & (groups_of(s + 1, limit) == plan.pages // GROUP)
 
-        @pl.when(jnp.logical_not(last))
+        @pl.when(jnp.logical_not(last | next_is_full))
         def _():
             start(s + 1, 1 - slot, limit, r.pages)
 
@@ -126,7 +128,20 @@ def maxima_kernel(*refs, plan: Plan, names: tuple[str, ...]):
                 r.raw[pl.ds(pl.multiple_of(at * stride, stride), plan.tokens)] = raw
             return 0
 
-        jax.lax.fori_loop(0, groups_of(s, limit), score, 0)
+        def score_and_start(g, _):
+            score(g, _)
+            copies.start_group(1 - slot, g, pages_of(s + 1, r.pages))
+            return 0
+
+        # In straight code, starting copies hides behind the arithmetic.
+        @pl.when(next_is_full)
+        def _():
+            jax.lax.fori_loop(0, plan.pages // GROUP, score_and_start, 0)
+
+        @pl.when(jnp.logical_not(next_is_full))
+        def _():
+            jax.lax.fori_loop(0, groups_of(s, limit), score, 0)
+
         limits = [r.visible[0, 0, token] for token in range(plan.tokens)]
         store(s, [_maxima_of_step(plan, r, token, s * entries, limits[token]) for token in range(plan.tokens)])
         return 0
@@ -148,55 +163,65 @@ def entries_kernel(*refs, plan: Plan, names: tuple[str, ...]):
     copies = _Pages(plan, r, a_row)
     r.weights_on_lanes[...] = weights_on_lanes(r.weights[0], *r.weights_on_lanes.shape[:1], r.weights_on_lanes.dtype)
 
+    def used(s, blocks_ref):
+        return blocks_ref[0, 0, s * plan.pages] >= 0
+
+    def pages_of(s, blocks_ref):
+        return lambda at: blocks_ref[0, 0, s * plan.pages + at] >> in_page
+
     def start(s, slot, blocks_ref):
-        @pl.when(blocks_ref[0, 0, s * plan.pages] >= 0)
-        def _():
-            copies.start(slot, out_rows, lambda at: blocks_ref[0, 0, s * plan.pages + at] >> in_page)
+        copies.start(slot, out_rows, pages_of(s, blocks_ref))
 
-    first_slot = step * plan.steps
-
-    @pl.when(step == 0)
+    @pl.when((step == 0) & used(0, r.blocks))
     def _():
         start(0, 0, r.blocks)
 
     def body(s, _):
-        slot = (first_slot + s) % 2
+        slot = (step * plan.steps + s) % 2
+        here, last = used(s, r.blocks), s + 1 == plan.steps
+        more = jnp.logical_not(last) & used(jnp.minimum(s + 1, plan.steps - 1), r.blocks)
 
-        @pl.when(s + 1 < plan.steps)
-        def _():
-            start(s + 1, 1 - slot, r.blocks)
-
-        @pl.when((s + 1 == plan.steps) & (step + 1 < steps))
+        @pl.when(last & (step + 1 < steps) & used(0, r.next_blocks))
         def _():
             start(0, 1 - slot, r.next_blocks)
 
-        rows = pl.ds(pl.multiple_of(s * out_rows, out_rows), out_rows)
-
-        @pl.when(r.blocks[0, 0, s * plan.pages] < 0)
+        @pl.when(more & jnp.logical_not(here))
         def _():
-            r.out[0, rows] = jnp.full((out_rows, LANES), -jnp.inf, jnp.float32)
+            start(s + 1, 1 - slot, r.blocks)
 
-        @pl.when(r.blocks[0, 0, s * plan.pages] >= 0)
+        block_of_lane = jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1) // plan.block_size
+
+        def score(row, _):
+            copies.wait(slot, row)
+            words = r.buffer[slot, row * a_row]
+            for j in range(a_row):
+                at = row * a_row + j
+                block = r.blocks[0, 0, s * plan.pages + at]
+                shift = ((j - block) & (a_row - 1)) * plan.block_size
+                moved = pltpu.roll(r.buffer[slot, at], shift, 1)
+                words = moved if j == 0 else jnp.where(block_of_lane == j, moved, words)
+            keys = copies.keys(words)
+            raw = raw_scores(r.q[0], r.weights_on_lanes[...], keys, plan.heads, plan.interpret)
+            r.raw[pl.ds(row, 1)] = raw
+            return 0
+
+        def score_and_start(row, _):
+            score(row, _)
+            copies.start_group(1 - slot, row, pages_of(s + 1, r.blocks))
+            return 0
+
+        # In straight code, starting copies hides behind the arithmetic.
+        @pl.when(here & more)
         def _():
-            block_of_lane = jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1) // plan.block_size
+            jax.lax.fori_loop(0, out_rows, score_and_start, 0)
 
-            def score(row, _):
-                copies.wait(slot, row)
-                words = r.buffer[slot, row * a_row]
-                for j in range(a_row):
-                    at = row * a_row + j
-                    block = r.blocks[0, 0, s * plan.pages + at]
-                    shift = ((j - block) & (a_row - 1)) * plan.block_size
-                    moved = pltpu.roll(r.buffer[slot, at], shift, 1)
-                    words = moved if j == 0 else jnp.where(block_of_lane == j, moved, words)
-                keys = copies.keys(words)
-                raw = raw_scores(r.q[0], r.weights_on_lanes[...], keys, plan.heads, plan.interpret)
-                r.raw[pl.ds(row, 1)] = raw
-                return 0
-
+        @pl.when(here & jnp.logical_not(more))
+        def _():
             jax.lax.fori_loop(0, out_rows, score, 0)
-            r.out[0, rows] = finished_scores(r.raw[...])
 
+        rows = pl.ds(pl.multiple_of(s * out_rows, out_rows), out_rows)
+        scores = finished_scores(r.raw[...])
+        r.out[0, rows] = jnp.where(here, scores, -jnp.inf)
         return 0
 
     jax.lax.fori_loop(0, plan.steps, body, 0)

@@ -45,6 +45,7 @@ class _Plan:
 
     Attributes:
       chunk, chunks: selected entries that are copied, waited for and skipped together, and how many times.
+      unroll: how many of them are started in straight code; fewer than all spare the interpreter.
       window: W padded to whole registers.
       block, blocks: ring entries of one softmax update, and how many such blocks there are.
       tail: last channels, whole registers, that contain the `rotated` ones.
@@ -55,6 +56,7 @@ class _Plan:
     tokens: int
     chunk: int
     chunks: int
+    unroll: int
     window: int
     ring: WindowLayout
     block: int
@@ -90,16 +92,18 @@ class _Plan:
         return packed + tiles + blocks + constants + working
 
 
-def _plan(q, window_index, selected, rope, scale: float, ring: WindowLayout) -> _Plan:
+def _plan(q, window_index, selected, rope, scale: float, ring: WindowLayout, interpret: bool = False) -> _Plan:
     entries = 0 if selected is None else selected.shape[-1]
+    chunk = min(TILE, pl.cdiv(entries, _PAD) * _PAD)
     block = pl.cdiv(ring.length, LANES) * LANES if ring.length <= 2 * LANES else LANES
     rotated = 0 if rope is None else 2 * rope.shape[-1]
     return _Plan(
         heads=q.shape[2],
         width=q.shape[3],
         tokens=q.shape[1],
-        chunk=min(TILE, pl.cdiv(entries, _PAD) * _PAD),
+        chunk=chunk,
         chunks=pl.cdiv(entries, TILE),
+        unroll=min(chunk, _PAD) if interpret else chunk,
         window=pl.cdiv(window_index.shape[-1], LANES) * LANES,
         ring=ring,
         block=block,
@@ -140,11 +144,20 @@ class _Gather:
         first = chunk * self.plan.chunk
         scales = self.plan.chunks * self.plan.chunk
         values_to, scales_to = self.buffers
-        for at in range(self.plan.chunk):
-            to = pl.ds(chunk * TILE + at, 1)
-            for row_at, buffer in ((first + at, values_to), (scales + first + at, scales_to)):
-                row = self.pool.at[rows_ref[0, 0, row_at]]
-                pltpu.make_async_copy(row, buffer.at[slot, to], self.done.at[slot, chunk]).start()
+
+        def some(i, _):
+            for u in range(self.plan.unroll):
+                at = i * self.plan.unroll + u
+                to = pl.ds(chunk * TILE + at, 1)
+                for row_at, buffer in ((first + at, values_to), (scales + first + at, scales_to)):
+                    row = self.pool.at[rows_ref[0, 0, row_at]]
+                    pltpu.make_async_copy(row, buffer.at[slot, to], self.done.at[slot, chunk]).start()
+            return 0
+
+        if self.plan.unroll == self.plan.chunk:
+            some(0, 0)
+        else:
+            jax.lax.fori_loop(0, self.plan.chunk // self.plan.unroll, some, 0)
 
     def wait(self, chunk, rows_ref, slot):
         @pl.when(self.wanted(chunk, rows_ref))
@@ -300,37 +313,13 @@ def _finish(plan: _Plan, r, maximum, denominator, acc) -> None:
         r.out[0, :, channels] = jnp.where(channel < plan.tail - plan.rotated, x, rotated).astype(jnp.bfloat16)
 
 
-def _attend_selected(plan: _Plan, r) -> None:
-    """Dequantises the gathered entries and attends, while the next token's rows are gathered.
+def _dequantise_selected(plan: _Plan, r) -> None:
+    """Makes the tile of the selected entries, while the rows of the next token's are gathered.
 
-    Starting copies occupies the scalar unit only, so it costs nothing behind vector work in the same straight code. The
-    last chunk's work is joined by the softmax.
+    Starting copies occupies the scalar unit only, so it hides vector work in the same straight code.
     """
     step, steps = pl.program_id(1), pl.num_programs(1)
     slot, gather = step % 2, _Gather(plan, r)
-
-    def dequantise(chunk, slot):
-        rows = pl.ds(pl.multiple_of(chunk * TILE, TILE), TILE)
-        entry = _on_sublanes(r.entry[0, :, rows])
-        store_main(r.tile, rows, r.values[slot, rows], r.scales[slot, rows], entry, r.main_matrices, plan.main)
-
-    def finish(chunk, slot):
-        dequantise(chunk, slot)
-        _attend(plan, r)
-
-    def before_next(chunk, work):
-        ahead = (step + 1 < steps) & gather.wanted(chunk, r.next_rows)
-        gather.wait(chunk, r.rows, slot)
-        for known in range(2):
-
-            @pl.when(ahead & (slot == known))
-            def _(known=known):
-                work(chunk, known)
-                gather.start(chunk, r.next_rows, 1 - known)
-
-        @pl.when(jnp.logical_not(ahead))
-        def _():
-            work(chunk, slot)
 
     def first(chunk, _):
         @pl.when(gather.wanted(chunk, r.first_rows))
@@ -343,8 +332,28 @@ def _attend_selected(plan: _Plan, r) -> None:
     def _():
         jax.lax.fori_loop(0, plan.chunks, first, 0)
 
-    jax.lax.fori_loop(0, plan.chunks - 1, lambda c, _: before_next(c, dequantise) or 0, 0)
-    before_next(plan.chunks - 1, finish)
+    def body(chunk, _):
+        def dequantise(slot):
+            rows = pl.ds(pl.multiple_of(chunk * TILE, TILE), TILE)
+            entry = _on_sublanes(r.entry[0, :, rows])
+            store_main(r.tile, rows, r.values[slot, rows], r.scales[slot, rows], entry, r.main_matrices, plan.main)
+
+        ahead = (step + 1 < steps) & gather.wanted(chunk, r.next_rows)
+        gather.wait(chunk, r.rows, slot)
+        for known in range(2):
+
+            @pl.when(ahead & (slot == known))
+            def _(known=known):
+                dequantise(known)
+                gather.start(chunk, r.next_rows, 1 - known)
+
+        @pl.when(jnp.logical_not(ahead))
+        def _():
+            dequantise(slot)
+
+        return 0
+
+    jax.lax.fori_loop(0, plan.chunks, body, 0)
 
 
 def _kernel(*refs, plan: _Plan, names: tuple[str, ...]):
@@ -361,9 +370,8 @@ def _kernel(*refs, plan: _Plan, names: tuple[str, ...]):
             _load_ring(plan, r, token // plan.tokens, last, step == 0)
 
     if plan.chunks:
-        _attend_selected(plan, r)
-    else:
-        _attend(plan, r)
+        _dequantise_selected(plan, r)
+    _attend(plan, r)
     if plan.blocks > 1:
         _attend_blocks(plan, r)
 
@@ -434,7 +442,7 @@ def sparse_attention(
     queries = b * t
     if 0 in q.shape or window_index.shape[-1] == 0 == (0 if selected is None else selected.shape[-1]):
         return jnp.zeros(q.shape, jnp.bfloat16)
-    plan = _plan(q, window_index, selected, rope, scale, window_layout)
+    plan = _plan(q, window_index, selected, rope, scale, window_layout, interpret)
     # A device with two cores gives each of them half of the queries; one core loses one start-up of the copies.
     cores = 2 if queries % 2 == 0 and queries >= 16 else 1
     steps = queries // cores
