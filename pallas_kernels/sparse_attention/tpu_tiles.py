@@ -11,10 +11,8 @@ import numpy as np
 
 from pallas_kernels import tpu_formats as formats
 from pallas_kernels.page_layout import MainPageLayout, WindowLayout
+from pallas_kernels.sparse_attention.tpu_plans import LANES
 
-LANES = 128
-# Entries of a tile.
-TILE = 128
 _BF16_MAX = float(jnp.finfo(jnp.bfloat16).max)
 
 
