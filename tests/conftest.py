@@ -40,6 +40,9 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     # Eight devices for the sharding tests; measured to cost the others nothing. Not in the environment: a script that a
     # test starts sees the one device that its user would.
     jax.config.update("jax_num_cpu_devices", 8)
+    # Kernels in interpret mode call back into Python, which computes on the same device: anything that the test has
+    # queued there meanwhile would wait for the kernel, and the kernel for it.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 # Compilation makes the first example slow, so that no deadline is meaningful.
 hypothesis.settings.register_profile("default", deadline=None, max_examples=50)
