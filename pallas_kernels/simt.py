@@ -267,6 +267,25 @@ class Simt:
             has_side_effects=True,
         )
 
+    # Cluster: blocks that run together and reach each other's shared memory, by addresses of their own
+
+    def cluster_barrier(self) -> None:
+        """Waits for all threads of the cluster; shared memory written before it is seen after it."""
+        _effect("barrier.cluster.arrive.release;", convergent=True)
+        _effect("barrier.cluster.wait.acquire;", convergent=True)
+
+    def store_first_block(self, address: Word, value: Word) -> None:
+        """To the shared memory of the cluster's first block."""
+        _effect("{.reg .b32 t; mapa.shared::cluster.u32 t, $0, 0; st.shared::cluster.b32 [t], $1;}", address, value)
+
+    def fetch_add_first_block(self, address: Word, value: Word, displacement: int = 0) -> Word:
+        """Adds in the shared memory of the cluster's first block and returns what was there."""
+        text = (
+            "{.reg .b32 t; mapa.shared::cluster.u32 t, $1, 0;"
+            f" atom.shared::cluster.add.u32 $0, [t+{displacement}], $2;}}"
+        )
+        return _asm(text, address, value, effects=True)
+
     # Global memory: a row's address and a byte offset in it below 2^32
 
     def row(self, ref: Any, row: Word, pitch: int) -> ir.Value:

@@ -35,7 +35,7 @@ def knobs(
     choices: dict[str, Any] = {"threads": (128, 256, 512, 1024)}
     if width > 8192:
         splits = [1 << i for i in range(8) if width >> i >= 4096 and rows << i <= 16 * MULTIPROCESSORS]
-        choices["splits"] = splits or [1]
+        choices |= {"splits": splits or [1], "cluster": (1, 2, 4, 8)}
     return _key(rows, width, k, scores.dtype.itemsize), choices
 
 
@@ -44,7 +44,7 @@ def _key(rows: int, width: int, k: int, itemsize: int) -> str:
 
 
 def plans(rows: int, width: int, k: int, itemsize: int) -> tuple[Plan, Plan | None]:
-    """The launch over all scores, and one over what the parts of rows kept, if rows are divided.
+    """The launch over all scores, and one over what the clusters of a row kept, if a row has several.
 
     Args:
       rows, width: of the scores; width is a multiple of 16 bytes.
@@ -53,25 +53,31 @@ def plans(rows: int, width: int, k: int, itemsize: int) -> tuple[Plan, Plan | No
     """
     key = _key(rows, width, k, itemsize)
     splits = knob("topk", key, "splits", _splits(rows, width, k))
+    cluster = min(knob("topk", key, "cluster", _cluster(splits, k)), splits)
     vector = 16 // itemsize
     part = -(-width // (splits * vector)) * vector
-    splits = -(-width // part)
     threads = knob("topk", key, "threads", _threads(rows * splits, part, itemsize))
-    if splits == 1:
-        return plan(width, k, itemsize, blocks=rows, threads=threads), None
-    slots = 2 * k + -2 * k % 4
-    first = plan(
-        width, k, itemsize, blocks=rows * splits, threads=threads, part=part, splits=splits, slots=slots, values=True
-    )
-    return first, plan(splits * slots, k, 4, blocks=rows, threads=_threads(rows, splits * slots, 4), mapped=True)
+    sizes = {"blocks": rows * splits, "threads": threads, "part": part, "splits": splits, "cluster": cluster}
+    if splits == cluster:
+        return plan(width, k, itemsize, **sizes), None
+    slots = k + -k % 4 if cluster > 1 else 2 * k + -2 * k % 4
+    first = plan(width, k, itemsize, **sizes, slots=slots, values=True)
+    kept = splits // cluster * slots
+    return first, plan(kept, k, 4, blocks=rows, threads=_threads(rows, kept, 4), mapped=True)
 
 
 def _splits(rows: int, width: int, k: int) -> int:
-    """Parts of a row: enough to occupy the device, as long as each part is much longer than what it keeps."""
-    if width <= 16384:
-        return 1
-    wanted = -(-4 * MULTIPROCESSORS // rows)
-    return max(1, min(wanted, width // max(16384, 8 * k), MAX_SPLITS))
+    """Parts of a row, a power of two: enough to occupy the device once, and each much longer than what it keeps."""
+    blocks = MULTIPROCESSORS * (2 if k <= 1024 else 1)
+    splits = 1
+    while 2 * splits * rows <= blocks and 2 * splits <= MAX_SPLITS and width // (2 * splits) >= max(16384, 8 * k):
+        splits *= 2
+    return splits
+
+
+def _cluster(splits: int, k: int) -> int:
+    """Parts that join their lists: at most 8 blocks make a cluster, and the first one's memory holds all lists."""
+    return min(splits, 8 if k <= 1024 else 4)
 
 
 def _busy(blocks: int) -> bool:
@@ -94,6 +100,7 @@ def _clamp(wanted: int, least: int, most: int) -> int:
 
 def plan(width: int, k: int, itemsize: int, *, blocks: int, threads: int, part: int | None = None, **changes) -> Plan:
     """One launch; `changes` are attributes of the plan that this would decide otherwise, or does not decide."""
+    cluster = changes.get("cluster", 1)
     per_vector = 16 // itemsize
     part = width if part is None else part
     vectors = 1
@@ -107,6 +114,8 @@ def plan(width: int, k: int, itemsize: int, *, blocks: int, threads: int, part: 
     capacity = max(tile if part <= tile and not group else 0, k + piece, 5 * k // 2)
     if part > tile:
         capacity = max(capacity, k + 2 * piece, 4 * k)
+    if cluster > 1:
+        capacity = max(capacity, cluster * k * 5 // 4)
     values = {
         "k": k,
         "width": width,
@@ -118,6 +127,7 @@ def plan(width: int, k: int, itemsize: int, *, blocks: int, threads: int, part: 
         "capacity": -(-capacity // threads) * threads,
         "buffers": 2 if part > tile else 1,
         "splits": 1,
+        "cluster": 1,
         "part": part,
         "slots": k,
         "values": False,

@@ -32,13 +32,14 @@ def topk(scores: jax.Array, k: int, *, lengths: jax.Array | None = None) -> jax.
 
 
 def _launch(plan: Plan, scores: jax.Array, lengths: jax.Array | None, mapping: jax.Array | None):
-    """ids int32 [rows, splits * slots] and, if the plan asks for it, their scores float32."""
+    """ids int32 [rows, splits / cluster * slots] and, if the plan asks for it, their scores float32."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from pallas_kernels.simt import Simt
 
     rows = scores.shape[0]
-    shape = (rows, plan.splits * plan.slots)
+    shape = (rows, plan.splits // plan.cluster * plan.slots)
+    clusters = {"cluster": (plan.cluster,), "cluster_names": ("part",)} if plan.cluster > 1 else {}
     inputs = [x for x in (scores, lengths, mapping) if x is not None]
     outputs = [jax.ShapeDtypeStruct(shape, jnp.int32)]
     if plan.values:
@@ -63,8 +64,9 @@ def _launch(plan: Plan, scores: jax.Array, lengths: jax.Array | None, mapping: j
     kernel = plgpu.kernel(
         body,
         out_type=outputs,
-        grid=(rows * plan.splits,),
-        grid_names=("part",),
+        grid=(rows * plan.splits // plan.cluster,),
+        grid_names=("cluster",),
+        **clusters,
         num_threads=plan.threads // 128,
         thread_name="warpgroup",
         scratch_types=[plgpu.SMEM((plan.shared_words,), jnp.uint32)],

@@ -17,6 +17,7 @@ from pallas_kernels.topk.gpu_plan import (
     LOW,
     MOVERS,
     STATE_WORDS,
+    TAKEN,
     TIES,
     WARP_SUMS,
     Plan,
@@ -219,6 +220,8 @@ class ScoreList:
             key = self.key(i)
             return s.min(low, key), s.max(high, key), bits | self.keys_of.bits(key)
 
+        # a list that the first threshold made is hardly longer than k: the lower part of its range decides
+        finer = s.const(0 if known is None else 2)
         if known is None:
             start = (s.const(NOTHING), s.const(0), s.const(0))
             known = self.range(*s.for_range(self.thread, count, plan.threads, start, read))
@@ -246,8 +249,6 @@ class ScoreList:
             return (high - low) >> unused == 0
 
         done = s.select(one_value(low, high), s.const(1), 0)
-        # a list that the first threshold made is hardly longer than k: the lower part of its range decides
-        finer = s.const(2 if plan.one_tile and plan.group else 0)
         low, high, need, _, _ = s.while_loop(
             (low, high, s.const(plan.k), done, finer), lambda low, high, need, done, finer: done == 0, narrow
         )
@@ -296,6 +297,21 @@ class ScoreList:
         s.barrier()
         one_value = s.select(low >= 0x80000000, low, high)
         return s.select((high - low) >> unused == 0, one_value, self.keys_of.below(low))
+
+    def join_first_block(self, count, shift) -> None:
+        """Adds this list to that of the cluster's first block, each position plus `shift`."""
+        s, plan = self.s, self.plan
+        with s.when(self.thread == 0):
+            s.store_shared(self.state, s.fetch_add_first_block(self.state, count, 4 * COUNT), 4 * TAKEN)
+        s.barrier()
+        place = self.get(TAKEN)
+
+        def push(i):
+            s.store_first_block(self.keys + (place + i) * 4, self.key(i))
+            s.store_first_block(self.ids + (place + i) * 4, self.id(i) + shift)
+            return ()
+
+        s.for_range(self.thread, count, plan.threads, (), push)
 
 
 def fold(combine: Callable, items: list):

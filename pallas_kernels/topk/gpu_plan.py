@@ -17,9 +17,10 @@ class Plan:
       bins: of the histogram; a power of two, at least k.
       capacity: positions that the list holds, a multiple of the threads; at least k and a piece.
       buffers: tiles in shared memory, 1 or 2.
-      splits: parts of a row.
+      splits: parts of a row, a multiple of `cluster`.
       part: elements of a part, a multiple of 16 bytes.
-      slots: results of a part. More than k: a part whose list is that short is written as it is.
+      cluster: neighbouring parts whose lists become one: 1, 2, 4 or 8.
+      slots: results of a cluster. More than k: a list that is that short is written as it is.
       values: the results' scores are written too.
       mapped: the results are looked up in a row of ids.
     """
@@ -35,6 +36,7 @@ class Plan:
     buffers: int
     splits: int
     part: int
+    cluster: int
     slots: int
     values: bool
     mapped: bool
@@ -61,7 +63,12 @@ class Plan:
     @property
     def id_bytes(self) -> int:
         """Of a listed position, which counts from the part's start."""
-        return 2 if self.part <= 1 << 16 else 4
+        return 2 if self.part <= 1 << 16 and self.cluster == 1 else 4
+
+    @property
+    def share(self) -> int:
+        """Positions that a part may bring to its cluster; at least k."""
+        return self.capacity // self.cluster
 
     @property
     def shared_words(self) -> int:

@@ -8,7 +8,7 @@ score, keeps most of a tile away; positions and keys of the scores above it are 
 - A tile that does not fit into the list any more is appended vector by vector; whenever the list is nearly full it is
   cut down to its k best, and their smallest becomes the threshold. So nothing depends on the scores being random:
   a row in ascending order costs more passes over the list and gives the same answer.
-- At the end the k best of the list are taken.
+- At the end the k best of the list are taken. Before that the blocks of a cluster may join their lists.
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ class Arrays:
       scores: [rows, width].
       lengths: int32 [rows], or None.
       mapping: int32 [rows, width], or None.
-      ids: int32 [rows, splits * slots], written.
-      values: float32 [rows, splits * slots], written, or None.
+      ids: int32 [rows, splits / cluster * slots], written.
+      values: float32 [rows, splits / cluster * slots], written, or None.
     """
 
     scores: Any
@@ -71,11 +71,32 @@ class TopK:
         s.barrier()
         state = (s.const(LOWEST_KEY), s.const(0), s.const(0), s.const(0), s.const(0))
         threshold, count, _, high, bits = s.for_range(start, self.end, plan.tile, state, self._tile)
-        self._write(block, count, self._known(threshold, high, bits))
+        known = self._known(threshold, high, bits)
+        if plan.cluster == 1:
+            self._write(block, count, known)
+        else:
+            self._merge(block, count, known)
 
     def _known(self, threshold, high, bits):
         """What there is to know about listed keys without reading them."""
         return (threshold + 1, high, bits) if self.plan.one_tile and self.plan.group else None
+
+    def _merge(self, block, count, known) -> None:
+        """The first block of a cluster gathers the lists of all."""
+        s, plan = self.s, self.plan
+
+        def cut():
+            self.list.cut(count, known)
+            return [s.const(plan.k)]
+
+        (count,) = s.if_else(count > plan.share, 1, cut, lambda: [count])
+        rank = block & (plan.cluster - 1)
+        s.cluster_barrier()
+        with s.when(rank != 0):
+            self.list.join_first_block(count, rank * plan.part)
+        s.cluster_barrier()
+        with s.when(rank == 0):
+            self._write(block // plan.cluster, self.list.get(COUNT), None)
 
     # Tiles
 

@@ -5,6 +5,7 @@ should separate but does not (a word written by one thread and touched by anothe
 """
 
 import contextlib
+import threading
 
 import numpy as np
 
@@ -18,11 +19,42 @@ class _Global:
         self.data, self.offset = data, offset
 
 
+class Cluster:
+    """Blocks that run at the same time, each on a thread of this process."""
+
+    def __init__(self, size: int):
+        self.barrier = threading.Barrier(size, timeout=60)
+        self.lock = threading.Lock()
+        self.blocks: list[Emulator] = []
+
+    def run(self, programs) -> None:
+        """Runs one function a block, and raises the first error of them."""
+        errors = []
+
+        def guarded(program):
+            try:
+                program()
+            except BaseException as e:
+                errors.append(e)
+                self.barrier.abort()
+
+        threads = [threading.Thread(target=guarded, args=(p,)) for p in programs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+
 class Emulator:
     """One block; `memory` is its shared memory in words, poisoned at the start."""
 
-    def __init__(self, threads: int, block: int, shared_words: int):
+    def __init__(self, threads: int, block: int, shared_words: int, cluster: Cluster | None = None):
         self.threads, self.block_number = threads, block
+        self.cluster = cluster
+        if cluster is not None:
+            cluster.blocks.append(self)
         self.memory = np.full(shared_words, 0xDEADBEEF, _U32)
         self.mask = np.ones(threads, bool)
         self.epoch = 1
@@ -201,6 +233,29 @@ class Emulator:
             self._touch(word, "atomic")
             combine = {"add": np.add, "max": np.maximum, "min": np.minimum, "or": np.bitwise_or}[operation]
             combine.at(self.memory, word[self.mask], self._word(value)[self.mask])
+
+    # Cluster
+
+    def cluster_barrier(self):
+        assert self.mask.all(), "a barrier that not all threads reach"
+        self.cluster.barrier.wait()
+        self.epoch += 1
+
+    def store_first_block(self, address, value):
+        if self.mask.any():
+            word = self._words(address, 0)[self.mask]
+            assert len(np.unique(word)) == len(word)
+            self.cluster.blocks[0].memory[word] = value[self.mask]
+
+    def fetch_add_first_block(self, address, value, displacement=0):
+        old = self.const(0)
+        with self.cluster.lock:
+            memory = self.cluster.blocks[0].memory
+            word = self._words(address, displacement)
+            for i in np.flatnonzero(self.mask):
+                old[i] = memory[word[i]]
+                memory[word[i]] += value[i]
+        return old
 
     # Global memory
 

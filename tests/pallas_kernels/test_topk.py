@@ -15,7 +15,7 @@ from pallas_kernels.topk.arg_specs import SPECS
 from pallas_kernels.topk.gpu_plan import Plan
 from pallas_kernels.topk.gpu_program import Arrays, TopK
 from tests.pallas_kernels import topk_cases as cases
-from tests.pallas_kernels.simt_emulator import Emulator
+from tests.pallas_kernels.simt_emulator import Cluster, Emulator
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -103,13 +103,16 @@ def test_arg_spec_names_are_unique():
 
 
 def _emulate(plan: Plan, scores, lengths=None, mapping=None):
-    shape = (len(scores) * plan.splits, plan.slots)
+    blocks = len(scores) * plan.splits
+    shape = (blocks // plan.cluster, plan.slots)
     ids = np.full(shape, 123456789, np.int32)
     values = np.full(shape, np.nan, np.float32) if plan.values else None
-    for block in range(shape[0]):
-        emulator = Emulator(plan.threads, block, plan.shared_words)
-        TopK(emulator, plan, Arrays(scores, lengths, mapping, ids, values), None).run()
-    shape = (len(scores), plan.splits * plan.slots)
+    arrays = Arrays(scores, lengths, mapping, ids, values)
+    for first in range(0, blocks, plan.cluster):
+        cluster = Cluster(plan.cluster)
+        emulators = [Emulator(plan.threads, first + i, plan.shared_words, cluster) for i in range(plan.cluster)]
+        cluster.run([TopK(emulator, plan, arrays, None).run for emulator in emulators])
+    shape = (len(scores), -1)
     return ids.reshape(shape), values if values is None else values.reshape(shape)
 
 
@@ -150,6 +153,17 @@ def test_gpu_program_in_parts(k):
         scores = cases.make("few_values", 4, 2, width, jnp.float32)
         lengths = np.array([width, width // 2 - 3], np.int32)
         cases.check(_emulate_plans(block_sizes.plans(2, width, k, 4), scores, lengths), scores, k, lengths)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("case", cases.CASES)
+def test_gpu_program_in_clusters(case, dtype):
+    scores, lengths = cases.make(case, 8, 2, 8000, dtype), np.array([8000, 3001], np.int32)
+    for cluster in (2, 4, 8):
+        part = 8000 // cluster // 8 * 8 + 8
+        plan = _small_plan(8000, dtype, part=part, splits=cluster, cluster=cluster, capacity=5 * 128)
+        ids, _ = _emulate(plan, scores, lengths)
+        cases.check(ids, scores, 50, lengths)
 
 
 @pytest.mark.parametrize("length", [-5, 0, 1, 49, 50, 51, 1000000])
