@@ -201,17 +201,28 @@ def store_shared(address: Value, *words: Value, displacement: int = 0) -> None:
     utils.inline_ptx(f"st.shared{kind}.b32 [$0+{displacement}], {values};", address, *words)
 
 
-def store_global(address: Value, *words: Value, displacement: int = 0) -> None:
-    """1, 2 or 4 words."""
+def store_global(address: Value, *words: Value, displacement: int = 0, once: bool = False) -> None:
+    """1, 2 or 4 words; `once`: the L2 cache evicts them before others."""
     kind = {1: "", 2: ".v2", 4: ".v4"}[len(words)]
     values = ",".join(f"${i + 1}" for i in range(len(words)))
     values = values if len(words) == 1 else f"{{{values}}}"
+    kind = f".cs{kind}" if once else kind
     utils.inline_ptx(f"st.global{kind}.b32 [$0+{displacement}], {values};", address, *words)
 
 
-def copy_16_bytes_async(shared: Value, address: Value, size: Value, displacement: int = 0) -> None:
-    """cp.async of `size` (0 or 16) bytes from global to shared memory; what is not copied becomes zero."""
-    utils.inline_ptx(f"cp.async.cg.shared.global.L2::128B [$0+{displacement}], [$1], 16, $2;", shared, address, size)
+def copy_16_bytes_async(shared: Value, address: Value, size: Value, displacement: int = 0, once: bool = False) -> None:
+    """cp.async of `size` (0 or 16) bytes from global to shared memory; what is not copied becomes zero.
+
+    `once`: the L2 cache evicts the source before others.
+    """
+    if once:
+        text = (
+            "{.reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0; "
+            f"cp.async.cg.shared.global.L2::cache_hint.L2::128B [$0+{displacement}], [$1], 16, $2, policy;}}"
+        )
+    else:
+        text = f"cp.async.cg.shared.global.L2::128B [$0+{displacement}], [$1], 16, $2;"
+    utils.inline_ptx(text, shared, address, size)
 
 
 def commit_copies() -> None:
