@@ -63,14 +63,15 @@ def problem(q_values: jax.Array, weights: jax.Array, pool: jax.Array, *, block_s
         return reason
     if pool.shape[0] == 0:
         return "the pool has no pages"
-    return block_sizes.problem(weights.shape[2], 2 * q_values.shape[-1], block_size)
+    return block_sizes.problem(*weights.shape, 2 * q_values.shape[-1], block_size)
 
 
 def _launch(program, arrays, shape: tuple[int, int], heads: int, width: int, plan) -> jax.Array:
     """Runs `program(s, queries, *other arrays, out, shared)` of one thread; returns out, float32 [shape]."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from pallas_kernels.indexer.gpu_scores import Program, Queries
+    from pallas_kernels.indexer.gpu_program import Program
+    from pallas_kernels.indexer.gpu_scores import Queries
 
     num_arrays = len(arrays) + 2
 

@@ -8,15 +8,14 @@ shared memory, and scores it for all queries of the tile. What no query sees is 
 
 from typing import Any
 
-from pallas_kernels import ptx
 from pallas_kernels.indexer import gpu_scores
-from pallas_kernels.indexer.gpu_scores import GROUP, Lane, Program, Queries
+from pallas_kernels.indexer.gpu_program import Program
+from pallas_kernels.indexer.gpu_scores import GROUP, Lane, Queries
 from pallas_kernels.indexer.plans import CODE_BYTES, PARAMETER_BYTES, MaximaPlan
 from pallas_kernels.page_layout import PAGE_ENTRIES
 from pallas_kernels.simt import Word
 
 _NEGATIVE_INFINITY = 0xFF800000
-_FIRST_BARRIER = 8
 
 
 class BlockMaxima:
@@ -29,6 +28,7 @@ class BlockMaxima:
         self.s, self.plan, self.queries, self.pool, self.pages, self.out = s, plan, queries, pool, pages, out
         self.codes = s.shared(shared)  # at a 1,024-byte boundary
         self.parameters = self.codes + plan.parameter_offset
+        self.ones = self.codes + plan.ones_offset
         self.starts = self.codes + plan.starts_offset
         self.thread, self.block = s.thread(), s.block()
         self.warpgroup = self.thread >> 7
@@ -37,6 +37,8 @@ class BlockMaxima:
 
     def run(self) -> None:
         s = self.s
+        gpu_scores.write_ones(s, self.thread, self.ones)
+        s.shared_to_async()
         with s.when(self.thread < 32):
             self._count_pages()
         s.barrier()
@@ -106,35 +108,23 @@ class BlockMaxima:
         token = (r - sequence * plan.tiles) * plan.queries
         count = s.min(s.const(plan.tokens) - token, plan.queries)
         first_query = sequence * plan.tokens + token
-        s.barrier()
-
-        def prepare(i):
-            gpu_scores.prepare_query(
-                s, self.queries, first_query + i, self.codes + i * CODE_BYTES, self.parameters + i * PARAMETER_BYTES
-            )
-            return ()
-
-        s.for_range(self.warpgroup, count, plan.warpgroups, (), prepare)
-        s.shared_to_async()
-        s.barrier()
-        self._pages(sequence, low, high, first_query, count)
-
-    def _pages(self, sequence: Word, low: Word, high: Word, first_query: Word, count: Word) -> None:
-        s, plan = self.s, self.plan
         table = s.row(self.pages, sequence, 4 * plan.table)
         first = low + self.warpgroup
 
         def physical(page):
             return s.load(table, s.min(page, plan.table - 1) << 2)
 
+        s.barrier()
         for i in range(plan.stages - 1):
             page = first + i * plan.warpgroups
             self._copy_page(physical(page), self.ring + i * plan.page_bytes, page < high)
+        self._prepare(first_query, count)
+        s.barrier()
         ahead = (plan.stages - 1) * plan.warpgroups
 
         def step(page, slot, free, next_page):
-            ptx.wait_copies(plan.stages - 2)
-            ptx.barrier((self.warpgroup + _FIRST_BARRIER).value, 128)
+            s.wait_copies(plan.stages - 2)
+            s.warpgroup_barrier(self.warpgroup)
             self._copy_page(next_page, free, page + ahead < high)
             next_page = physical(page + (ahead + plan.warpgroups))
             self._score_page(page, physical(page), slot, first_query, count)
@@ -144,14 +134,27 @@ class BlockMaxima:
 
         free = self.ring + (plan.stages - 1) * plan.page_bytes
         s.for_range(first, high, plan.warpgroups, (self.ring, free, physical(first + ahead)), step)
-        ptx.wait_copies(0)
+        s.wait_copies(0)
+
+    def _prepare(self, first_query: Word, count: Word) -> None:
+        """The block writes the tile's queries to shared memory; a barrier must follow."""
+        s = self.s
+
+        def prepare(i):
+            gpu_scores.prepare_query(
+                s, self.queries, first_query + i, self.codes + i * CODE_BYTES, self.parameters + i * PARAMETER_BYTES
+            )
+            return ()
+
+        s.for_range(self.warpgroup, count, self.plan.warpgroups, (), prepare)
+        s.shared_to_async()
 
     def _copy_page(self, physical: Word, slot: Word, wanted) -> None:
         """Starts copying a page (any page if it is unassigned) into a slot, 16-byte pieces swizzled by byte row."""
         s, plan = self.s, self.plan
         row, piece = self.lane.thread >> 3, self.lane.thread & 7
         physical = s.select(physical < 0x80000000, physical, 0)
-        source = ptx.offset(s.row(self.pool, physical, plan.page_bytes), (self.lane.thread << 4).value)
+        source = s.offset(s.row(self.pool, physical, plan.page_bytes), self.lane.thread << 4)
         target = slot + (row << 7) + ((piece ^ (row & 7)) << 4)
         rows = plan.layout.value_rows * 4 + plan.width // GROUP
         with s.when(wanted):
@@ -161,7 +164,7 @@ class BlockMaxima:
                 else:
                     with s.when(row < rows - first):
                         s.copy_16_bytes(target, source, first * 128)
-        ptx.commit_copies()
+        s.commit_copies()
 
     # Scores
 
@@ -178,61 +181,99 @@ class BlockMaxima:
         for g in range(self.plan.width // GROUP):
             loaded = s.load_matrices_transposed(address, g * 2048)
             for u in range(2):
-                even = gpu_scores.permute(loaded[2 * u], loaded[2 * u + 1], 0x6420)
-                odd = gpu_scores.permute(loaded[2 * u], loaded[2 * u + 1], 0x7531)
+                even = s.permute(loaded[2 * u], loaded[2 * u + 1], 0x6420)
+                odd = s.permute(loaded[2 * u], loaded[2 * u + 1], 0x7531)
                 (low_even, high_even), (low_odd, high_odd) = gpu_scores.expand(even), gpu_scores.expand(odd)
                 tiles[u].append([low_even, low_odd, high_even, high_odd])
         return tiles
 
-    def _scales(self, slot: Word) -> list[Word]:
-        """A word a group: the E8M0 bytes of the thread's four entries."""
+    def _scales(self, slot: Word) -> gpu_scores.KeyScales:
+        """Of the thread's four entries, which are those of the first tile, then of the second one."""
+        s, lane, groups = self.s, self.lane, self.plan.width // GROUP
+        # Matrix 2 tile + pair has the scales of groups 2 pair and 2 pair + 1 in turn as its rows.
+        pair, tile, odd = (lane.lane >> 3) & 1, lane.lane >> 4, lane.lane & 1
+        row = (pair << 1) + odd + self.plan.layout.value_rows * 4
+        piece = ((lane.warp << 1) + tile) ^ (row & 7)
+        loaded = s.load_matrices_transposed(slot + (row << 7) + (piece << 4), 0)
+        pairs = (groups + 1) // 2
+        words = [loaded[2 * tile + pair] for tile in range(2) for pair in range(pairs)]
+        if groups == 1:
+            words = [(x & 0xFFFF) | 0x7F7F0000 for x in words]
+        entries = [
+            [(pairs * tile + g // 2, 2 * (g % 2) + half) for g in range(groups)]
+            for tile in range(2)
+            for half in range(2)
+        ]
+        return gpu_scores.key_scales(s, words, entries)
+
+    def _positions(self, page: Word, physical: Word, scales: gpu_scores.KeyScales) -> list[Word]:
+        """Entry numbers of the thread's four entries, beyond any sequence for those that may not be seen."""
         s, lane = self.s, self.lane
-        first = self.plan.layout.value_rows * 4
-        packed = []
-        for g in range(self.plan.width // GROUP):
-            pairs = []
-            for tile in range(2):
-                piece = ((lane.warp << 1) + tile) ^ (g & 7)
-                address = slot + (first + g) * 128 + (piece << 4) + (lane.row << 1)
-                pairs.append(s.load_shared_u16(address))
-            packed.append(gpu_scores.permute(*pairs, 0x5410))
-        return packed
+        assigned = physical < 0x80000000
+        first = (page << 7) + (lane.warp << 5) + (lane.row << 1)
+        pairs = len(scales.nan) // 2
+        positions = []
+        for i in range(4):
+            words = scales.nan[i // 2 * pairs :][:pairs]
+            nan = words[0] if pairs == 1 else words[0] | words[1]
+            usable = assigned & ((nan & (0x00800080 << 8 * (i % 2))) == 0)
+            positions.append(s.select(usable, first + (16 * (i // 2) + i % 2), 0x7FFFFFFF))
+        return positions
 
     def _score_page(self, page: Word, physical: Word, slot: Word, first_query: Word, count: Word) -> None:
-        s, plan, lane = self.s, self.plan, self.lane
-        tiles, packed = self._operand(slot), self._scales(slot)
-        nan = gpu_scores.nan_bytes(packed)
-        in_page = (lane.warp << 5) + (lane.row << 1)
-        first_entry = (page << 7) + in_page
-        assigned = physical < 0x80000000
-        positions = []
-        for i, distance in enumerate((0, 1, 16, 17)):
-            usable = assigned & (((nan >> (8 * i + 7)) & 1) == 0)
-            positions.append(s.select(usable, first_entry + distance, 0x7FFFFFFF))
-        scales = [gpu_scores.row_scales(s, packed, i) for i in range(4)]
-        row_bytes = plan.table * plan.page_maxima * 4
-        writes = (lane.quad == 0) & ((lane.row & (plan.block_size // 2 - 1)) == 0)
-        offset = (page * plan.page_maxima + in_page // plan.block_size) << 2
+        """Block maxima of a page for all queries of the tile, `plan.together` at a time.
 
-        def query(i):
-            parameters = self.parameters + i * PARAMETER_BYTES
-            loaded = gpu_scores.load_parameters(s, lane, parameters)
-            best = []
-            for u in range(2):
-                values = gpu_scores.tile_scores(
-                    s, lane, tiles[u], scales[2 * u : 2 * u + 2], self.codes + i * CODE_BYTES, parameters, loaded
+        All lanes of a quad get the scores of every query. Each of them keeps those of one, so that masking, the maxima
+        and storing are done once for several queries.
+        """
+        s, plan, lane = self.s, self.plan, self.lane
+        tiles, scales = self._operand(slot), self._scales(slot)
+        positions = self._positions(page, physical, scales)
+        own = lane.quad & (plan.together - 1)
+
+        def scores(i):
+            codes, parameters = self.codes + i * CODE_BYTES, self.parameters + i * PARAMETER_BYTES
+            query = gpu_scores.load_parameters(s, lane, parameters)
+            terms = [
+                gpu_scores.tile_terms(s, lane, tiles[u], scales, (2 * u, 2 * u + 1), codes, parameters, query)
+                for u in range(2)
+            ]
+            return [x for pair in s.row_sums(terms, self.ones) for x in pair]
+
+        def group(first):
+            if plan.together == 1:
+                kept = scores(first)
+            else:
+                kept = s.for_range(
+                    0,
+                    s.min(count - first, plan.together),
+                    1,
+                    [s.const(0)] * 4,
+                    lambda j, *kept: [
+                        s.select(own == j, new, old) for new, old in zip(scores(first + j), kept, strict=True)
+                    ],
                 )
-                best.append(gpu_scores.masked_max(s, values, positions[2 * u : 2 * u + 2], loaded.visible))
-            pair = gpu_scores.pack(best)
-            for mask in (4, 8, 16)[: plan.block_size.bit_length() - 2]:
-                pair = s.pair_max(pair, gpu_scores.exchange(pair, mask))
-            out = s.row(self.out, first_query + i, row_bytes)
-            with s.when(writes):
-                s.store(out, offset, s.positive_zero(pair << 16))
-                s.store(out, offset + 64 // plan.block_size, s.positive_zero(pair & 0xFFFF0000))
+            self._store_maxima(page, first_query, first + own, count, kept, scales.last, positions)
             return ()
 
-        s.for_range(0, count, 1, (), query)
+        s.for_range(0, count, plan.together, (), group)
+
+    def _store_maxima(self, page, first_query, query, count, sums, last, positions) -> None:
+        """Writes the maxima of the warp's 32 entries for the query of each lane."""
+        s, plan, lane = self.s, self.plan, self.lane
+        visible = gpu_scores.load_visible(s, self.parameters + s.min(query, count - 1) * PARAMETER_BYTES)
+        values = [s.times(x, factor) for x, factor in zip(sums, last, strict=True)]
+        best = [gpu_scores.masked_max(s, values[i : i + 2], positions[i : i + 2], visible) for i in (0, 2)]
+        pair = s.pack_bf16(*best)
+        for mask in (4, 8, 16)[: plan.block_size.bit_length() - 2]:
+            pair = s.pair_max(pair, s.exchange(pair, mask))
+        writes = (lane.quad < plan.together) & ((lane.row & (plan.block_size // 2 - 1)) == 0)
+        in_page = (lane.warp << 5) + (lane.row << 1)
+        offset = (page * plan.page_maxima + in_page // plan.block_size) << 2
+        with s.when(writes & (query < count)):
+            out = s.row(self.out, first_query + query, plan.table * plan.page_maxima * 4)
+            s.store(out, offset, s.positive_zero(pair << 16))
+            s.store(out, offset + 64 // plan.block_size, s.positive_zero(pair & 0xFFFF0000))
 
     def _fill(self) -> None:
         """-inf for the pages of each query that its row does not score; queries, or parts of them, dealt to blocks."""
@@ -256,7 +297,7 @@ class BlockMaxima:
             out = s.row(self.out, query, 4 * width)
 
             def store(j):
-                s.store_4(out, j << 4, negative)
+                s.store_words(out, j << 4, negative)
                 return ()
 
             s.for_range(low + self.thread, s.min(low + each, vectors), plan.warpgroups * 128, (), store)

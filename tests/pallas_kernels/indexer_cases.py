@@ -79,6 +79,13 @@ def _zero_first_group(rng: np.random.Generator, pool: np.ndarray) -> np.ndarray:
     return pool
 
 
+def _spread_scales(rng: np.random.Generator, pool: np.ndarray) -> np.ndarray:
+    """Groups of a key far apart. Pages end with one row of scales."""
+    scales = pool[:, -1]
+    scales[...] = np.where(scales == 255, 255, rng.choice([20, 60, 95, 96, 127, 159, 160, 200], scales.shape))
+    return pool
+
+
 CASES: dict[str, Callable[..., dict]] = {
     "random": random_case,
     "nothing_visible": _changed(visible=lambda rng, x: x * 0),
@@ -88,6 +95,7 @@ CASES: dict[str, Callable[..., dict]] = {
     "zero_queries": _changed(q_values=lambda rng, x: x & 0x88),
     "negative_weights": _changed(weights=lambda rng, x: -abs(x)),
     "one_outlier": _changed(q_scales=_one_outlier, pool=_zero_first_group),
+    "spread_keys": _changed(pool=_spread_scales),
     "nan_query": _changed(q_scales=lambda rng, x: np.where(np.arange(x.shape[1])[:, None, None] == 0, 255, x)),
     "unassigned_pages": _changed(pages=lambda rng, x: np.where(rng.random(x.shape) < 0.4, -1, x)),
     "no_blocks": _changed(blocks=lambda rng, x: x * 0 - 1),

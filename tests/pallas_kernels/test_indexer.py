@@ -18,6 +18,7 @@ from pallas_kernels.quantize import ops as quantize
 from pallas_kernels.topk import ops as topk
 from tests.golden import primitives
 from tests.pallas_kernels.indexer_cases import CASES, RELEASED, Shape
+from tests.pallas_kernels.indexer_emulator import emulated_block_maxima, emulated_entry_scores
 
 _HAS_GPU = jax.default_backend() == "gpu" and compat.gpu_problem() is None
 IMPLEMENTATIONS = [
@@ -29,6 +30,7 @@ SHAPES = {
     "released": RELEASED,
     "one_token": Shape(batch=2, tokens=1, heads=32, width=128, block_size=8, table=3, blocks=33),
     "many_tokens": Shape(batch=2, tokens=19, heads=32, width=128, block_size=8, table=2),
+    "sixteen": Shape(heads=7, width=32, block_size=16, table=2, blocks=7),
     "pairs": Shape(heads=7, width=32, block_size=2, table=2, blocks=70),
 }
 
@@ -95,21 +97,37 @@ _COMMON = ("q_values", "q_scales", "weights", "pool", "pages", "visible")
 def test_scores(name, shape, implementation):
     if implementation == "xla" and shape not in ("tiny", "released") and name != "random":
         pytest.skip("the plain implementation has no paths that depend on these shapes")
+    if implementation == "gpu" and shape == "pairs":
+        pytest.skip("the kernels do not take blocks of two entries")
     shape = SHAPES[shape]
     case = CASES[name](np.random.default_rng(len(name)), shape)
     static = {"block_size": shape.block_size, "implementation": implementation}
     maxima = _run(indexer.block_maxima, case, _COMMON, **static)
     entries = _run(indexer.entry_scores, case, (*_COMMON, "blocks"), **static)
+    _check(case, shape.block_size, maxima, entries)
+
+
+def _check(case: dict, block_size: int, maxima: jax.Array, entries: jax.Array) -> None:
     scores, terms = _oracle(case)
-    runs = (*scores.shape[:2], -1, shape.block_size)
+    runs = (*scores.shape[:2], -1, block_size)
     _close(maxima, scores.reshape(runs).max(-1), terms.reshape(runs).max(-1))
     blocks = np.asarray(case["blocks"])
-    _close(
-        entries, _at_blocks(scores, blocks, shape.block_size, -np.inf), _at_blocks(terms, blocks, shape.block_size, 0)
-    )
+    _close(entries, _at_blocks(scores, blocks, block_size, -np.inf), _at_blocks(terms, blocks, block_size, 0))
     # The same bits in both, so that the two levels of a selection agree.
-    of_entries = np.asarray(entries).reshape(*blocks.shape, shape.block_size).max(axis=-1)
+    of_entries = np.asarray(entries).reshape(*blocks.shape, block_size).max(axis=-1)
     np.testing.assert_array_equal(of_entries, _at_blocks(np.asarray(maxima), blocks, 1, -np.inf))
+
+
+@pytest.mark.parametrize(
+    "shape,name",
+    [(s, n) for s in SHAPES for n in CASES if s in ("tiny", "released") or (n == "random" and s != "pairs")],
+)
+def test_gpu_programs(shape, name):
+    """The kernels' programs on the emulator, few blocks and two warpgroups, so that the work wraps around."""
+    shape = SHAPES[shape]
+    case = CASES[name](np.random.default_rng(len(name)), shape)
+    maxima = emulated_block_maxima(case, shape.block_size, blocks=3, warpgroups=2)
+    _check(case, shape.block_size, maxima, emulated_entry_scores(case, shape.block_size, warpgroups=2))
 
 
 # The interpreter takes seconds for a new shape: the quick run has one of each kind.
