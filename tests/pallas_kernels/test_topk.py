@@ -131,7 +131,7 @@ def _small_plan(width: int, dtype, threads: int = 128, **changes) -> Plan:
 @pytest.mark.parametrize("case", cases.CASES)
 def test_gpu_program(case, dtype):
     scores, lengths = cases.make(case, 3, 2, 6008, dtype), np.array([6008, 5555], np.int32)
-    for changes in ({}, {"group": 0, "buffers": 1}, {"vectors": 8, "bins": 64}, {"vectors": 1, "group": 2}):
+    for changes in ({}, {"group": 0, "buffers": 1}, {"vectors": 8, "bins": 64}):
         ids, _ = _emulate(_small_plan(6008, dtype, **changes), scores, lengths)
         cases.check(ids, scores, 50, lengths)
 
@@ -141,7 +141,7 @@ def test_gpu_program(case, dtype):
 def test_gpu_program_on_one_tile(case, dtype):
     width = 512 if dtype == jnp.float32 else 1024
     scores, lengths = cases.make(case, 7, 2, width, dtype), np.array([width, width - 3], np.int32)
-    for vectors, group in ((1, 2), (2, 4), (4, 4), (8, 2)):
+    for vectors, group in ((1, 2), (4, 4), (8, 2)):
         plan = _small_plan(width, dtype, vectors=vectors, group=group, buffers=1, capacity=5 * 128)
         ids, _ = _emulate(plan, scores, lengths)
         cases.check(ids, scores, 50, lengths)
@@ -159,7 +159,7 @@ def test_gpu_program_in_parts(k):
 @pytest.mark.parametrize("case", cases.CASES)
 def test_gpu_program_in_clusters(case, dtype):
     scores, lengths = cases.make(case, 8, 2, 8000, dtype), np.array([8000, 3001], np.int32)
-    for cluster in (2, 4, 8):
+    for cluster in (2, 8):
         part = 8000 // cluster // 8 * 8 + 8
         plan = _small_plan(8000, dtype, part=part, splits=cluster, cluster=cluster, capacity=5 * 128)
         ids, _ = _emulate(plan, scores, lengths)
