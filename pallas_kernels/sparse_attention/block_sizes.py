@@ -1,10 +1,25 @@
-"""How sparse attention is cut up on a GPU: splits of a query's entries, columns of the consumers, copies in flight."""
+"""How sparse attention is cut up on a GPU: splits of a query's entries, and what the warpgroups of a CTA do."""
 
 import dataclasses
+from collections.abc import Sequence
 
-MAX_ENTRIES = 2304  # indices of a query that shared memory holds beside everything else
-_SHARED_BYTES = 227 * 1024
+import jax
+
+from pallas_kernels.page_layout import WindowLayout
+from pallas_kernels.tuning import knob
+
 _PROCESSORS = 132  # of an H100 or H200
+# Microseconds of a block of 64 entries, of the combining kernel, and of it for each split of each query, on an H200.
+_BLOCK_US, _COMBINE_US, _COMBINE_SPLIT_US = 1.8, 1.5, 0.021
+# Registers a thread of the softmax, the value and the gathering warpgroups, by the number of the latter and by whether
+# the softmax warpgroup has a quarter of the value columns or a half. All together may have 504 a lane of the
+# warpgroups when there are three of them, and 512 when there are four: one more hangs the device.
+_REGISTERS = {
+    (1, False): (200, 160, 144),
+    (1, True): (144, 240, 120),
+    (2, False): (208, 160, 72),
+    (2, True): (144, 224, 72),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,40 +27,79 @@ class Tuning:
     """One way to run the kernel.
 
     Attributes:
-      splits: CTAs that share the entries of a query.
+      splits: items that share the entries of a query.
       left_columns: value columns of the warpgroup that also computes the softmax; a multiple of 64.
-      registers: a thread of the softmax, the value and the gathering warpgroup; they sum up to at most 504.
+      gatherers: warpgroups that gather, 1 or 2.
+      group: units (16 bytes a thread) that are copied and dequantised together.
+      registers: a thread of the softmax, the value and the gathering warpgroups.
+      ctas: CTAs at most; each takes several items in turn where there are more.
     """
 
     splits: int
     left_columns: int
+    gatherers: int
+    group: int
     registers: tuple[int, int, int]
+    ctas: int = _PROCESSORS
 
 
-def left_columns(width: int) -> int:
-    return {64: 64, 128: 64, 256: 128}.get(width, 256)
-
-
-def ring_units(width: int, blocks: int) -> int:
-    """Units of 2 KB that may be under way at once, by the shared memory that is left."""
-
-    def aligned(size: int) -> int:
-        return -(-size // 1024) * 1024
-
-    tiles = 3 * 64 * width * 2 + 64 * 64 * 2
-    table = aligned(4 * (64 * (blocks + blocks % 2) + 3 * (blocks + 1)))
-    left = _SHARED_BYTES - tiles - table - 1024 - 512
-    scales = 32 * max(4, width // 16)
-    per_tile = max(1, width // 128)
-    units = 16
-    while units > 4 and aligned(units * 2048 + (-(-units // per_tile) + 1) * scales) > left:
-        units -= 1
-    return units
+def tuning(width: int, *, splits: int, quarter: bool, gatherers: int, ctas: int = _PROCESSORS) -> Tuning:
+    """What follows from the few free choices, see `Tuning`; `quarter` only where H is 512."""
+    left = {64: 64, 128: 64, 256: 128, 512: 128 if quarter else 256}[width]
+    group = 1 if gatherers == 2 or width < 256 else 2
+    registers = _REGISTERS[gatherers, quarter and width == 512]
+    return Tuning(splits=splits, left_columns=left, gatherers=gatherers, group=group, registers=registers, ctas=ctas)
 
 
 def choose(*, queries: int, blocks: int, width: int) -> Tuning:
-    """By heuristic: enough CTAs to fill the chip once, each with at least one block of 64 entries."""
-    splits = max(1, min(blocks, _PROCESSORS // queries))
-    # Splits of equal size: 10 blocks in 7 splits take as long as in 5.
-    splits = -(-blocks // -(-blocks // splits))
-    return Tuning(splits=splits, left_columns=left_columns(width), registers=(200, 160, 144))
+    """Tuned, or by heuristic: no more items than processors, and as many splits as pay for combining them.
+
+    Args:
+      queries: times groups of 64 heads.
+      blocks: of 64 entries, of a query.
+      width: H, 64, 128, 256 or 512.
+    """
+    key = _key(queries, blocks, width)
+
+    def cost(splits: int) -> float:
+        combining = _COMBINE_US + _COMBINE_SPLIT_US * queries * splits if splits > 1 else 0.0
+        return -(-blocks // splits) * _BLOCK_US + combining
+
+    splits = min(range(1, max(1, min(blocks, _PROCESSORS // queries)) + 1), key=cost)
+    splits = min(knob("sparse_attention", key, "splits", splits), blocks)
+    return tuning(
+        width,
+        splits=splits,
+        quarter=bool(knob("sparse_attention", key, "quarter", splits == 1)),
+        gatherers=knob("sparse_attention", key, "gatherers", 2),
+    )
+
+
+def knobs(
+    q: jax.ShapeDtypeStruct,
+    window: jax.ShapeDtypeStruct,
+    slot: jax.ShapeDtypeStruct,
+    window_index: jax.ShapeDtypeStruct,
+    pool: jax.ShapeDtypeStruct | None,
+    selected: jax.ShapeDtypeStruct | None,
+    sink: jax.ShapeDtypeStruct,
+    rope: jax.ShapeDtypeStruct | None,
+    scale: float,
+    window_layout: WindowLayout,
+) -> tuple[str, dict[str, Sequence[int]]]:
+    """What the tuner may vary for these arguments of `ops.sparse_attention`, see `pallas_kernels.tuning`."""
+    del window, slot, pool, sink, rope, scale, window_layout
+    b, t, n, width = q.shape
+    queries = b * t * -(-n // 64)
+    blocks = -(-window_index.shape[-1] // 64) + (0 if selected is None else -(-selected.shape[-1] // 64))
+    splits = sorted(
+        {-(-blocks // share) for share in range(1, blocks + 1) if queries * -(-blocks // share) <= 264} | {1}
+    )
+    choices: dict[str, Sequence[int]] = {"splits": splits, "gatherers": (1, 2)}
+    if width == 512:
+        choices["quarter"] = (0, 1)
+    return _key(queries, blocks, width), choices
+
+
+def _key(queries: int, blocks: int, width: int) -> str:
+    return f"{queries}q {blocks}x64 h{width}"

@@ -1,11 +1,16 @@
 """Sparse attention on Hopper GPUs, in Pallas Mosaic GPU.
 
-One CTA computes one query (64 heads of it) or, when there are few queries, a share of its entries (a *split*). Three
-warpgroups: `Plan`'s producer gathers packed rows and dequantises them into bfloat16 tiles of 64 entries (gather.py),
-the first consumer computes logits, softmax and the left columns of the value product, the second one the right columns,
-with probabilities and rescaling factors handed over in shared memory. The tile is key and value at once. Splits leave
-float32 partial sums, which a second kernel combines.
+An item of work is one query (64 heads of it) or, when there are few queries, a share of its entries (a *split*). A CTA
+takes one item after another with three or four warpgroups. One or two gather packed rows and dequantise them into
+bfloat16 tiles of 64 entries in shared memory, twice buffered; a tile is key and value at once. One computes logits,
+softmax and the left columns of the value product, and hands probabilities and rescaling factors over to the one that
+computes the right columns. Splits leave float32 partial sums, which a second kernel combines.
+
+Files: gpu_plan.py (items and shared memory), gpu_gather.py and gpu_unpack.py (gathering), gpu_kernels.py (the rest of
+the kernel), gpu_combine.py.
 """
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +18,8 @@ import jax.numpy as jnp
 from pallas_kernels import compat
 from pallas_kernels.page_layout import WindowLayout
 from pallas_kernels.sparse_attention import block_sizes
+from pallas_kernels.sparse_attention.gpu_plan import HEADS, Shape
 
-HEADS = 64  # rows of a wgmma tile
-_BLOCK = 64
 _WIDTHS = (64, 128, 256, 512)
 
 
@@ -33,9 +37,6 @@ def problem(
         return f"{2 * rope.shape[-1]} rotated channels are not a multiple of 8"
     if rope is not None and 2 * rope.shape[-1] > min(h, 64):
         return f"{2 * rope.shape[-1]} rotated channels are more than the kernel turns, {min(h, 64)}"
-    entries = window_index.shape[-1] + (0 if selected is None else selected.shape[-1])
-    if entries > block_sizes.MAX_ENTRIES:
-        return f"{entries} entries a query are more than {block_sizes.MAX_ENTRIES}"
     return None
 
 
@@ -54,19 +55,17 @@ def sparse_attention(
     tuning: block_sizes.Tuning | None = None,
 ) -> jax.Array:
     """`ops.sparse_attention` on the GPU; `tuning` None: by `block_sizes.choose`."""
-    from pallas_kernels.sparse_attention import kernels
+    from pallas_kernels.sparse_attention import gpu_combine, gpu_kernels
 
     b, t, n, h = q.shape
     queries, w = b * t, window_index.shape[-1]
     k = 0 if selected is None else selected.shape[-1]
-    if queries == 0 or n == 0:
-        return jnp.zeros(q.shape, q.dtype)
-    if w + k == 0:
+    if queries == 0 or n == 0 or w + k == 0:
         return jnp.zeros(q.shape, q.dtype)
     groups = -(-n // HEADS)
-    blocks = -(-w // _BLOCK) + -(-k // _BLOCK)
+    shape = Shape(queries=queries, tokens=t, groups=groups, width=h, window=w, selected=k, layout=window_layout)
     if tuning is None:
-        tuning = block_sizes.choose(queries=queries * groups, blocks=blocks, width=h)
+        tuning = tuning_of(shape)
     q = q.reshape(queries, n, h)
     if n % HEADS:
         q = jnp.pad(q, ((0, 0), (0, groups * HEADS - n), (0, 0)))
@@ -82,11 +81,19 @@ def sparse_attention(
         selected.reshape(queries, k) if k else none,
         sink,
     )
-    shape = kernels.Shape(queries=queries, tokens=t, groups=groups, width=h, window=w, selected=k, layout=window_layout)
     table = None if rope is None else rope.reshape(queries, 2 * rope.shape[-1])
     if tuning.splits == 1:
-        out = kernels.attend(shape, tuning, scale, arrays, table)
+        out = gpu_kernels.attend(shape, tuning, scale, arrays, table)
     else:
-        partial = kernels.attend_splits(shape, tuning, scale, arrays)
-        out = kernels.combine(*partial, sink, table)
+        partial = gpu_kernels.attend_splits(shape, tuning, scale, arrays)
+        out = gpu_combine.combine(*partial, sink, table)
     return out[:, :n].reshape(b, t, n, h)
+
+
+def tuning_of(shape: Shape) -> block_sizes.Tuning:
+    """The chosen tuning, with more splits where an item's indices would not fit the shared memory."""
+    tuning = block_sizes.choose(queries=shape.queries * shape.groups, blocks=shape.blocks, width=shape.width)
+    # A single block always fits.
+    while shape.plan(tuning) is None:
+        tuning = dataclasses.replace(tuning, splits=tuning.splits + 1)
+    return tuning

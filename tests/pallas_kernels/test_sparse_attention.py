@@ -10,7 +10,9 @@ import pytest
 
 from pallas_kernels import compat, formats
 from pallas_kernels.page_layout import PAGE_ENTRIES, ROW_BYTES, MainPageLayout, WindowLayout
-from pallas_kernels.sparse_attention import ops, tpu
+from pallas_kernels.sparse_attention import block_sizes, gpu, ops, tpu
+from pallas_kernels.sparse_attention.gpu_plan import Shape
+from pallas_kernels.tuning import combinations, trial
 from tests.golden import primitives
 from tests.pallas_kernels import sparse_attention_cases
 
@@ -147,6 +149,26 @@ def _assert_near(actual: np.ndarray, expected: np.ndarray):
 def test_packed_against_float64(case):
     args = sparse_attention_cases.make(case, seed=sum(case.encode()))
     _assert_near(_run(args, "xla"), _dense(args))
+
+
+@pytest.mark.parametrize("width", [64, 128, 256, 512])
+@pytest.mark.parametrize("queries", [1, 7, 64, 133, 4096])
+@pytest.mark.parametrize("selected", [0, 1, 512, 2048])
+def test_gpu_plans_fit(queries, selected, width):
+    layout = WindowLayout(width, 134)
+    shape = Shape(queries=queries, tokens=1, groups=1, width=width, window=128, selected=selected, layout=layout)
+    q = jax.ShapeDtypeStruct((queries, 1, 64, width), jnp.bfloat16)
+    index = [jax.ShapeDtypeStruct((queries, 1, n), jnp.int32) for n in (128, selected)]
+    _, choices = block_sizes.knobs(q, None, None, index[0], None, index[1], None, None, 1.0, layout)
+    for choice in [None, *combinations(choices)]:
+        trial_values = tuple(("sparse_attention", name, value) for name, value in (choice or {}).items())
+        with trial(trial_values):
+            tuning = gpu.tuning_of(shape)
+        plan = shape.plan(tuning)
+        assert plan.shared_bytes <= 227 * 1024
+        assert plan.blocks * tuning.splits >= shape.blocks
+        softmax, values, gathering = tuning.registers
+        assert softmax + values + tuning.gatherers * gathering <= {1: 504, 2: 512}[tuning.gatherers]
 
 
 @pytest.mark.parametrize("change", ["width", "dtype", "pair", "rank"])
