@@ -13,15 +13,21 @@ _SIGN = np.int32(-(2**31))
 _SIGNS_OF_HALVES = np.int32(-(2**31) | 2**15)
 
 
+def cache_operand(rows: jax.Array, interpret: bool) -> jax.Array:
+    """A cache of 512-byte rows, uint8 [..., 4, 128], as a kernel's operand that stays in HBM whole."""
+    # Without this, one that fits VMEM may be copied there, rows that nobody asked for included.
+    return _words_for_interpreter(rows) if interpret else pltpu.with_memory_space_constraint(rows, pltpu.HBM)
+
+
 def words_of(rows):
     """A ref of 512-byte rows, uint8 [..., 4, 128], as int32 words [..., 1, 128]; byte s of a word is row [s]'s.
 
-    Inside a kernel. Words made by `words_for_interpreter` pass through.
+    Inside a kernel; what `cache_operand` made words of for the interpreter passes through.
     """
     return rows if rows.dtype == jnp.int32 else rows.bitcast(jnp.int32)
 
 
-def words_for_interpreter(rows: jax.Array) -> jax.Array:
+def _words_for_interpreter(rows: jax.Array) -> jax.Array:
     """As `words_of`, of an array outside the kernel: the interpreter of TPU kernels cannot reinterpret a ref.
 
     (A TPU would copy a pool for this.)

@@ -22,7 +22,7 @@ from pallas_kernels.indexer.tpu_plans import LANES, SUBLANES, VMEM_LIMIT, Plan, 
 from pallas_kernels.indexer.tpu_scores import FORMS, channel_order
 from pallas_kernels.page_layout import PAGE_ENTRIES, ROW_BYTES
 from pallas_kernels.quantize.ref import dequantize_mxfp4
-from pallas_kernels.tpu_formats import words_for_interpreter
+from pallas_kernels.tpu_formats import cache_operand
 
 
 def default_form() -> str:
@@ -73,7 +73,7 @@ def _call(kernel, plan: Plan, name: str, inputs, scratch, out_shape, cost) -> ja
 
     def spec(array, ahead, divisor, memory_space):
         if ahead is None:
-            return pl.BlockSpec(memory_space=pl.ANY)
+            return pl.BlockSpec(memory_space=pltpu.HBM)
 
         def index(core, step):
             at = core * steps + jnp.minimum(step + ahead, steps - 1)
@@ -111,7 +111,7 @@ def _scratch(plan: Plan, group: int, raw_rows: int) -> dict:
 
 
 def _pool_input(pool: jax.Array, interpret: bool):
-    return words_for_interpreter(pool) if interpret else pool, None, 1, None
+    return cache_operand(pool, interpret), None, 1, None
 
 
 def _check(why: str | None, form: str | None) -> str:

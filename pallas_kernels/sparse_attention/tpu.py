@@ -22,7 +22,7 @@ from pallas_kernels.page_layout import PAGE_ENTRIES, ROW_BYTES, WindowLayout
 from pallas_kernels.sparse_attention.tpu_kernel import kernel
 from pallas_kernels.sparse_attention.tpu_plans import LANES, VMEM_LIMIT, Plan, make_plan
 from pallas_kernels.sparse_attention.tpu_tiles import main_matrices, ring_matrices
-from pallas_kernels.tpu_formats import words_for_interpreter
+from pallas_kernels.tpu_formats import cache_operand
 
 
 def problem(q, window_index, selected, rope, *, window_layout: WindowLayout) -> str | None:
@@ -116,8 +116,7 @@ def sparse_attention(
     def constant(array):
         return pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim)
 
-    in_rows = words_for_interpreter if interpret else lambda rows: rows
-    hbm = pl.BlockSpec(memory_space=pl.ANY)
+    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     vmem, f32, i32 = pltpu.VMEM, jnp.float32, jnp.int32
     inputs = {"q": (q.reshape(queries, n, h), per_token(n, h)), "sink": (sink.reshape(n, 1), None)}
     scratch = {}
@@ -132,7 +131,7 @@ def sparse_attention(
             "rows": (rows, per_token(1, width, **smem)),
             "next_rows": (rows, per_token(1, width, ahead=1, **smem)),
             "entry": (entry, per_token(1, plan.entries)),
-            "pool": (in_rows(pool.reshape(-1, 4, LANES)), hbm),
+            "pool": (cache_operand(pool.reshape(-1, 4, LANES), interpret), hbm),
             "main_matrices": (jnp.asarray(main_matrices(plan.main)), None),
         }
         scratch |= {
@@ -144,7 +143,7 @@ def sparse_attention(
     if plan.blocks:
         index, used = _ring_index(plan, window_index.reshape(queries, -1))
         inputs |= {
-            "window": (in_rows(window), hbm),
+            "window": (cache_operand(window, interpret), hbm),
             "window_index": (index, per_token(1, plan.window)),
             "block_used": (used, per_token(1, plan.blocks, memory_space=pltpu.SMEM)),
             "ring_matrices": (jnp.asarray(ring_matrices(plan.ring)), None),
