@@ -31,7 +31,7 @@ from pallas_kernels.quantize.tpu_codes import (
     swap_lanes,
     where_equal,
 )
-from pallas_kernels.tpu_formats import words_for_interpreter, words_of
+from pallas_kernels.tpu_formats import cache_operand, words_of
 
 _GROUP = 16  # entries quantised together; a bfloat16 register has 16 rows
 _TILE = 128
@@ -61,37 +61,43 @@ class _Rows:
 
     @property
     def first_rotated(self) -> int:
-        """The lane at which the table begins: that of the register which has the first rotated channel."""
-        return (self.channels - self.rope_dim) // LANES * LANES
-
-    @property
-    def table_width(self) -> int:
-        return self.width - self.first_rotated
+        """Lane of the first rotated channel in the last register."""
+        return self.channels - self.rope_dim - (self.width - LANES)
 
 
 def write_problem(channels: int, rope_dim: int) -> str | None:
     """What keeps the fused writes from rows of `channels`, the last `rope_dim` of them rotated; None: nothing."""
     if channels > 2048:
         return f"the kernel takes rows of up to 2048 channels, not {channels}"
-    if rope_dim < 2:
-        return "the kernel rotates two channels or more"
+    if not 2 <= rope_dim <= LANES:
+        return f"the kernel rotates 2 to {LANES} channels, not {rope_dim}"
     return None
 
 
-def _codes(rows: _Rows, x, gain, table) -> tuple[jax.Array, jax.Array]:
+def _rotated(rows: _Rows, x, rope):
+    """The last register x float32 [n, 128] with its last channels rotated; rope float32 [n, 2r], cosines then sines."""
+    lane, first = lanes(x.shape), rows.first_rotated
+    pair = jnp.clip(lane - first, 0, rows.rope_dim - 1) // 2
+    if rope.shape[1] < LANES:
+        rope = jnp.concatenate([rope, jnp.zeros((rope.shape[0], LANES - rope.shape[1]), rope.dtype)], axis=1)
+    cos = jnp.take_along_axis(rope, pair, axis=1, mode="promise_in_bounds")
+    sin = jnp.take_along_axis(rope, pair + rows.rope_dim // 2, axis=1, mode="promise_in_bounds")
+    sin = jnp.where((lane - first) % 2 == 0, -sin, sin)
+    turned = round_to_bf16_value(x * cos + swap_lanes(x, 1) * sin)
+    return jnp.where((lane >= first) & (lane < first + rows.rope_dim), turned, x)
+
+
+def _codes(rows: _Rows, x, gain, rope) -> tuple[jax.Array, jax.Array]:
     """Norm, RoPE and encoding: x bfloat16 [n, width] -> codes and scale bytes int32 [n, width], a group's on each lane.
 
-    gain: bfloat16 [1, width] or None; table: float32 [n, 2 * table_width], cosines and signed sines of each lane.
+    gain: bfloat16 [1, width] or None; rope: float32 [n, 2r].
     """
     x = x.astype(jnp.float32)
     if gain is not None:
         inverse_rms = jax.lax.rsqrt((x * x).sum(axis=1, keepdims=True) / rows.channels + rows.eps)
         x = round_to_bf16_value(x * inverse_rms * gain.astype(jnp.float32))
-    first, width = rows.first_rotated, rows.table_width
-    tail = x[:, first:]
-    turned = round_to_bf16_value(tail * table[:, :width] + swap_lanes(tail, 1) * table[:, width:])
-    tail = jnp.where(lanes(tail.shape) + first >= rows.channels - rows.rope_dim, turned, tail)
-    return encode(rows.name, jnp.concatenate([x[:, :first], tail], axis=1) if first else tail)
+    tail = _rotated(rows, x[:, -LANES:], rope)
+    return encode(rows.name, jnp.concatenate([x[:, :-LANES], tail], axis=1) if rows.width > LANES else tail)
 
 
 def _value_bytes(rows: _Rows, codes: jax.Array) -> list[jax.Array]:
@@ -159,10 +165,10 @@ def _for_each(targets_ref, first, count: int, action) -> None:
 
 def _linear_kernel(value_targets, scale_targets, *refs, rows: _Rows, value_bytes: int, scale_bytes: int):
     if rows.eps is None:
-        x_ref, table_ref, places_ref, _, pool_ref, *scratch = refs
+        x_ref, rope_ref, places_ref, _, pool_ref, *scratch = refs
     else:
-        x_ref, gain_ref, table_ref, places_ref, _, pool_ref, *scratch = refs
-    value_rows, scale_rows, value_parts, scale_parts, semaphore = scratch
+        x_ref, gain_ref, rope_ref, places_ref, _, pool_ref, *scratch = refs
+    value_rows, scale_rows, value_parts, scale_parts, columns, semaphore = scratch
     pool = words_of(pool_ref)
     tile, pieces = x_ref.shape[0], value_rows.shape[0]
     first = pl.program_id(0) * tile
@@ -179,6 +185,7 @@ def _linear_kernel(value_targets, scale_targets, *refs, rows: _Rows, value_bytes
 
         return lambda i, target: [one(i, target) for _ in range(count)]
 
+    columns[...] = jnp.transpose(places_ref[...])
     shared = value_bytes < ROW_BYTES
     if shared:
         _for_each(value_targets, first, tile, lambda i, row: start(*copy(i, row, value_rows)))
@@ -187,8 +194,8 @@ def _linear_kernel(value_targets, scale_targets, *refs, rows: _Rows, value_bytes
     def quantize(g, _):
         at = pl.ds(pl.multiple_of(g * _GROUP, _GROUP), _GROUP)
         gain = None if rows.eps is None else gain_ref[...]
-        codes, scales = _codes(rows, x_ref[at], gain, table_ref[at])
-        inner = places_ref[at, 2:3]
+        codes, scales = _codes(rows, x_ref[at], gain, rope_ref[at])
+        inner = columns[at, 2:3]
         parts = _value_bytes(rows, codes)
         if shared:
             for quarter, value in enumerate(_place(parts, value_bytes, inner)):
@@ -204,12 +211,9 @@ def _linear_kernel(value_targets, scale_targets, *refs, rows: _Rows, value_bytes
     jax.lax.fori_loop(0, tile // _GROUP, quantize, 0)
 
     # Entry i's copy of a row gets the bytes of all entries j that go there. Rows of the matrix: i; columns: j.
-    places = places_ref[...].astype(jnp.float32)
-    across = jnp.transpose(jnp.concatenate([places] * (LANES // _SUBLANES), axis=1))
-
     def change(buffer, parts, column: int):
-        row = jnp.broadcast_to(places_ref[:, column : column + 1], (tile, tile))
-        other = jnp.broadcast_to(across[column : column + 1, :].astype(jnp.int32), (tile, tile))
+        row = jnp.broadcast_to(columns[:tile, column : column + 1], (tile, tile))
+        other = jnp.broadcast_to(places_ref[column : column + 1, :tile], (tile, tile))
         together = jnp.where((row == other) & (row >= 0), 1.0, 0.0).astype(jnp.bfloat16)
         found = [jnp.dot(together, parts[q], preferred_element_type=jnp.float32).astype(jnp.int32) for q in range(4)]
         words, mask = _words(found)
@@ -237,12 +241,12 @@ def _linear_kernel(value_targets, scale_targets, *refs, rows: _Rows, value_bytes
 
 
 def _index_kernel(
-    page_targets, x_ref, gain_ref, table_ref, places_ref, _, pool_ref, pages, columns, semaphore, *, rows
+    page_targets, x_ref, gain_ref, rope_ref, places_ref, _, pool_ref, pages, bytes_down, columns, semaphore, *, rows
 ):
     pool = words_of(pool_ref)
     layout = IndexPageLayout(rows.channels)
     tile, page_rows = x_ref.shape[0], layout.page_rows
-    padded_rows = columns.shape[0] // 4
+    padded_rows = bytes_down.shape[0] // 4
     first = pl.program_id(0) * tile
 
     def read(i, page):
@@ -251,6 +255,7 @@ def _index_kernel(
     def wait(i, page):
         pltpu.make_async_copy(pages.at[0], pages.at[0], semaphore).wait()
 
+    columns[...] = jnp.transpose(places_ref[...])
     _for_each(page_targets, first, tile, read)
 
     # Bytes of an entry down a column, plus 1: byte s of row r at 4 quarters of padded_rows, row s * padded_rows + r.
@@ -276,20 +281,20 @@ def _index_kernel(
     is_scale = (scale_number(row) >= 0) & (scale_number(row) < layout.scale_bytes)
     exists = jnp.where(is_value | is_scale, 1.0, 0.0)
 
-    codes, scales = _codes(rows, x_ref[...], gain_ref[...], table_ref[...])
+    codes, scales = _codes(rows, x_ref[...], gain_ref[...], rope_ref[...])
     down = [
         jax.lax.dot_general(matrix, as_bf16(x), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
         for matrix, x in ((value_matrix, codes), (scale_matrix, scales))
     ]
-    columns[...] = (down[0] + down[1] + exists).astype(jnp.bfloat16)
+    bytes_down[...] = (down[0] + down[1] + exists).astype(jnp.bfloat16)
 
     _for_each(page_targets, first, tile, wait)
 
     def change(i, page):
         # Entries of this page, each on its lane.
-        here = (places_ref[:, 0:1] == page) & (places_ref[:, 1:2] == lanes((tile, LANES)))
+        here = (columns[:tile, 0:1] == page) & (columns[:tile, 1:2] == lanes((tile, LANES)))
         found = jnp.dot(
-            columns[...], jnp.where(here, 1.0, 0.0).astype(jnp.bfloat16), preferred_element_type=jnp.float32
+            bytes_down[...], jnp.where(here, 1.0, 0.0).astype(jnp.bfloat16), preferred_element_type=jnp.float32
         ).astype(jnp.int32)
         quarters = [found[q * padded_rows : (q + 1) * padded_rows] for q in range(4)]
         words, mask = _words(quarters)
@@ -314,15 +319,6 @@ def _targets(place: jax.Array, tile: int) -> jax.Array:
     return jnp.where(inside & (following == place), -1, place)
 
 
-def _table(rows: _Rows, rope: jax.Array) -> jax.Array:
-    """float32 [n, 2, r] -> [n, 2 * table_width]: a cosine and a signed sine for each lane of the last registers."""
-    cos, sin = (jnp.repeat(rope[:, i], 2, axis=-1) for i in range(2))
-    sin = sin * jnp.where(jnp.arange(rows.rope_dim) % 2 == 0, -1.0, 1.0)
-    before = rows.channels - rows.rope_dim - rows.first_rotated
-    padding = ((0, 0), (before, rows.width - rows.channels))
-    return jnp.concatenate([jnp.pad(cos, padding), jnp.pad(sin, padding)], axis=1)
-
-
 def _write(
     kernel, name: str, rows: _Rows, x, gain, rope, pool, targets: list, places: list, tile: int, scratch: list,
     read_bytes: int, interpret: bool,
@@ -336,20 +332,22 @@ def _write(
     if gain is not None:
         arrays.append(jnp.pad(gain[None], lanes_missing))
         specs.append(pl.BlockSpec((1, rows.width), lambda i, *_: (0, 0)))
-    arrays.append(_table(rows, rope.reshape(count, *rope.shape[2:])))
-    specs.append(pl.BlockSpec((tile, 2 * rows.table_width), lambda i, *_: (i, 0)))
-    arrays.append(jnp.stack(places + [jnp.zeros_like(places[0])] * (_SUBLANES - len(places)), axis=1))
-    specs.append(pl.BlockSpec((tile, _SUBLANES), lambda i, *_: (i, 0)))
-    stored = words_for_interpreter(pool) if interpret else pool
+    arrays.append(rope.reshape(count, rows.rope_dim))
+    specs.append(pl.BlockSpec((tile, rows.rope_dim), lambda i, *_: (i, 0)))
+    # Entries on lanes: on sublanes they would take 512 bytes each.
+    places = jnp.stack(places + [jnp.zeros_like(places[0])] * (_SUBLANES - len(places)))
+    arrays.append(jnp.pad(places, ((0, 0), (0, -places.shape[1] % LANES))))
+    specs.append(pl.BlockSpec((_SUBLANES, LANES), lambda i, *_: (0, i)))
+    stored = cache_operand(pool, interpret) if interpret else pool
     out = pl.pallas_call(
         kernel,
         name=name,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(targets),
             grid=(pl.cdiv(count, tile),),
-            in_specs=[*specs, pl.BlockSpec(memory_space=pl.ANY)],
-            out_specs=pl.BlockSpec(memory_space=pl.ANY),
-            scratch_shapes=[*scratch, pltpu.SemaphoreType.DMA],
+            in_specs=[*specs, pl.BlockSpec(memory_space=pltpu.HBM)],
+            out_specs=pl.BlockSpec(memory_space=pltpu.HBM),
+            scratch_shapes=[*scratch, pltpu.VMEM((LANES, _SUBLANES), jnp.int32), pltpu.SemaphoreType.DMA],
         ),
         out_shape=jax.ShapeDtypeStruct(stored.shape, stored.dtype),
         input_output_aliases={len(targets) + len(arrays): 0},
@@ -359,7 +357,7 @@ def _write(
         cost_estimate=pl.CostEstimate(
             flops=0,
             transcendentals=count,
-            bytes_accessed=count * (rows.width * 2 + rows.table_width * 8 + 2 * read_bytes),
+            bytes_accessed=count * (rows.width * 2 + rows.rope_dim * 4 + 4 * len(targets) + 32 + 2 * read_bytes),
         ),
         interpret=interpret,
     )(*targets, *arrays, stored)
