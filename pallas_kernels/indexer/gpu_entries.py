@@ -46,7 +46,8 @@ class EntryScores:
         s, plan = self.s, self.plan
         gpu_scores.write_ones(s, s.thread(), self.ones)
         with s.when(self.warpgroup == 0):
-            gpu_scores.prepare_query(s, self.queries, self.query, self.codes, self.parameters)
+            raw = gpu_scores.load_query(s, self.queries, self.query)
+            gpu_scores.write_query(s, raw, self.codes, self.parameters)
         s.shared_to_async()
         s.barrier()
         loaded = gpu_scores.load_parameters(s, self.lane, self.parameters)
@@ -121,7 +122,7 @@ class EntryScores:
             for tile, selector in enumerate((0x5140, 0x7362)):
                 pairs = s.permute(x[0], x[1], selector), s.permute(x[2], x[3], selector)
                 (low_a, high_a), (low_b, high_b) = (
-                    gpu_scores.expand(s.permute(*pairs, selector)) for selector in (0x5410, 0x7632)
+                    gpu_scores.expand(s, s.permute(*pairs, selector)) for selector in (0x5410, 0x7632)
                 )
                 tiles[tile].append([low_a, low_b, high_a, high_b])
         return tiles

@@ -114,11 +114,12 @@ class BlockMaxima:
         def physical(page):
             return s.load(table, s.min(page, plan.table - 1) << 2)
 
+        raw = gpu_scores.load_query(s, self.queries, first_query + s.min(self.warpgroup, count - 1))
         s.barrier()
         for i in range(plan.stages - 1):
             page = first + i * plan.warpgroups
             self._copy_page(physical(page), self.ring + i * plan.page_bytes, page < high)
-        self._prepare(first_query, count)
+        self._prepare(raw, first_query, count)
         s.barrier()
         ahead = (plan.stages - 1) * plan.warpgroups
 
@@ -136,17 +137,21 @@ class BlockMaxima:
         s.for_range(first, high, plan.warpgroups, (self.ring, free, physical(first + ahead)), step)
         s.wait_copies(0)
 
-    def _prepare(self, first_query: Word, count: Word) -> None:
-        """The block writes the tile's queries to shared memory; a barrier must follow."""
-        s = self.s
+    def _prepare(self, raw: gpu_scores.RawQuery, first_query: Word, count: Word) -> None:
+        """The block writes the tile's queries to shared memory, each warpgroup `raw` first; a barrier must follow."""
+        s, step = self.s, self.plan.warpgroups
 
-        def prepare(i):
-            gpu_scores.prepare_query(
-                s, self.queries, first_query + i, self.codes + i * CODE_BYTES, self.parameters + i * PARAMETER_BYTES
-            )
+        def write(raw, i):
+            gpu_scores.write_query(s, raw, self.codes + i * CODE_BYTES, self.parameters + i * PARAMETER_BYTES)
+
+        def following(i):
+            write(gpu_scores.load_query(s, self.queries, first_query + i), i)
             return ()
 
-        s.for_range(self.warpgroup, count, self.plan.warpgroups, (), prepare)
+        with s.when(self.warpgroup < count):
+            write(raw, self.warpgroup)
+        if self.plan.queries > step:
+            s.for_range(self.warpgroup + step, count, step, (), following)
         s.shared_to_async()
 
     def _copy_page(self, physical: Word, slot: Word, wanted) -> None:
@@ -183,7 +188,7 @@ class BlockMaxima:
             for u in range(2):
                 even = s.permute(loaded[2 * u], loaded[2 * u + 1], 0x6420)
                 odd = s.permute(loaded[2 * u], loaded[2 * u + 1], 0x7531)
-                (low_even, high_even), (low_odd, high_odd) = gpu_scores.expand(even), gpu_scores.expand(odd)
+                (low_even, high_even), (low_odd, high_odd) = gpu_scores.expand(s, even), gpu_scores.expand(s, odd)
                 tiles[u].append([low_even, low_odd, high_even, high_odd])
         return tiles
 

@@ -37,6 +37,10 @@ class Program(Simt):
         """Four of the table's eight bytes, by the low three bits of the low four nibbles."""
         return _word("prmt.b32 $0, $1, $2, $3;", *table, indices & 0x7777)
 
+    def merge(self, a: Word, mask: int, b: Word) -> Word:
+        """(a & mask) | b in one instruction."""
+        return _word(f"lop3.b32 $0, $1, {mask}, $2, 0xEA;", a, b)
+
     def times(self, a: Word, b: Word) -> Word:
         """float32 a * b."""
         return _word("mul.rn.f32 $0, $1, $2;", a, b)

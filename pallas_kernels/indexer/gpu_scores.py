@@ -66,11 +66,10 @@ def group_bytes(quad: int) -> tuple[int, ...]:
     return (2 * quad, 2 * quad + 1, 8 + 2 * quad, 9 + 2 * quad)
 
 
-def expand(word: Word) -> tuple[Word, Word]:
+def expand(s: Program, word: Word) -> tuple[Word, Word]:
     """Four bytes of E2M1 pairs -> E4M3 x 2^-6 of their low and of their high nibbles."""
-    low = ((word << 2) & 0x1C1C1C1C) | ((word << 4) & 0x80808080)
-    high = ((word >> 2) & 0x1C1C1C1C) | (word & 0x80808080)
-    return low, high
+    low = s.merge(word << 4, 0x80808080, (word << 2) & 0x1C1C1C1C)
+    return low, s.merge(word, 0x80808080, (word >> 2) & 0x1C1C1C1C)
 
 
 def _shifted_table(s: Program, shift: Word) -> tuple[Word, Word]:
@@ -80,18 +79,38 @@ def _shifted_table(s: Program, shift: Word) -> tuple[Word, Word]:
     return s.pack_e4m3(values[:4]), s.pack_e4m3(values[4:])
 
 
-def prepare_query(s: Program, queries: Queries, query: Word, codes: Word, parameters: Word) -> None:
-    """A warpgroup writes one query's operand and parameters to shared memory; a thread has one group of one head."""
+@dataclasses.dataclass(frozen=True)
+class RawQuery:
+    """What a thread loads of a query: sixteen bytes of values, their scale, the head's weight, what is visible."""
+
+    values: list[Word]
+    exponent: Word
+    weight: Word
+    visible: Word
+
+
+def load_query(s: Program, queries: Queries, query: Word) -> RawQuery:
+    """A warpgroup loads a query; a thread has one group of one head."""
     lane = Lane(s)
     head, group = lane.thread >> 2, lane.thread & 3
     num_groups = queries.width // GROUP
     used = (head < queries.heads) & (group < num_groups)
     row = s.select(used, query * queries.heads + head, 0)
     column = s.select(used, group, 0)
-    place = s.offset(s.row(queries.values, row, queries.width // 2), column << 4)
-    words = [s.select(used, x, 0) for x in s.load_words(place, 4)]
-    exponent = s.select(used, s.load_byte(s.offset(s.row(queries.scales, row, num_groups), column)), 0)
-    weight = s.select(used, s.load_half(s.row(queries.weights, row, 2)), 0)
+    values = s.load_words(s.offset(s.row(queries.values, row, queries.width // 2), column << 4), 4)
+    exponent = s.load_byte(s.offset(s.row(queries.scales, row, num_groups), column))
+    weight = s.load_half(s.row(queries.weights, row, 2))
+    visible = s.load(s.row(queries.visible, query, 4), s.const(0))
+    return RawQuery(
+        [s.select(used, x, 0) for x in values], s.select(used, exponent, 0), s.select(used, weight, 0), visible
+    )
+
+
+def write_query(s: Program, raw: RawQuery, codes: Word, parameters: Word) -> None:
+    """The warpgroup that loaded a query writes its operand and parameters to shared memory."""
+    lane = Lane(s)
+    head, group = lane.thread >> 2, lane.thread & 3
+    words, exponent, weight = raw.values, raw.exponent, raw.weight
 
     counts = (((words[0] | words[1] | words[2] | words[3]) & 0x77777777) != 0) | (exponent == 255)
     largest = s.select(counts, exponent, 0)
@@ -130,7 +149,7 @@ def prepare_query(s: Program, queries: Queries, query: Word, codes: Word, parame
     with s.when(lane.lane == 0):
         s.store_shared(parameters + (lane.warp << 2), warp_wide, WIDE)
     with s.when(lane.thread == 0):
-        s.store_shared(parameters, s.load(s.row(queries.visible, query, 4), s.const(0)), VISIBLE)
+        s.store_shared(parameters, raw.visible, VISIBLE)
 
 
 def _power_of_two(s: Program, exponent: Word) -> Word:
@@ -148,16 +167,23 @@ class KeyScales:
     are.
 
     Attributes:
-      groups: for each entry the factor of each group's dot; 1 for group 0 unless `unusual`.
+      scales: for each entry the scale of each group.
+      relative: for each entry the factors of the groups after the first one, unless `unusual`.
       last: for each entry the factor of its score.
       unusual: the same in the whole warp.
       nan: for each word of `key_scales`, bit 7 of the bytes that are 255; otherwise 0.
     """
 
-    groups: list[list[Word]]
+    scales: list[list[Word]]
+    relative: list[list[Word]]
     last: list[Word]
     unusual: Flag
     nan: list[Word]
+
+    def slow(self, s: Program, entry: int) -> list[Word]:
+        """Factors of all groups' dots of an entry, which may be unusual."""
+        ordinary = [s.const(_ONE), *self.relative[entry]]
+        return [s.select(self.unusual, a, b) for a, b in zip(self.scales[entry], ordinary, strict=True)]
 
 
 def key_scales(s: Program, words: list[Word], entries: list[list[tuple[int, int]]]) -> KeyScales:
@@ -167,17 +193,16 @@ def key_scales(s: Program, words: list[Word], entries: list[list[tuple[int, int]
         strange = strange | (((x + 0x20202020) ^ 0x80808080) & 0xC0C0C0C0)  # a byte outside 96..159
     unusual = s.ballot(strange != 0) != 0
     zero = s.const(0)
-    groups, last = [], []
-    for places in entries:
-        scales = [s.permute(words[word], zero, 0x0444 | byte << 12) >> 1 for word, byte in places]
-        inverse = s.select(unusual, _ONE, s.const(0x7F000000) - scales[0])
-        groups.append([s.times(x, inverse) for x in scales])
-        last.append(s.select(unusual, _ONE, scales[0]))
+    scales = [[s.permute(words[word], zero, 0x4440 | byte) << 23 for word, byte in places] for places in entries]
+    inverses = [s.const(0x7F000000) - x[0] for x in scales]
+    relative = [[s.times(x, inverse) for x in row[1:]] for row, inverse in zip(scales, inverses, strict=True)]
+    last = [s.select(unusual, _ONE, x[0]) for x in scales]
 
     def nan() -> list[Word]:
         return [((x & 0x7F7F7F7F) + 0x01010101) & x & 0x80808080 for x in words]
 
-    return KeyScales(groups, last, unusual, s.if_else(unusual, len(words), nan, lambda: [zero] * len(words)))
+    nans = s.if_else(unusual, len(words), nan, lambda: [zero] * len(words))
+    return KeyScales(scales, relative, last, unusual, nans)
 
 
 def write_ones(s: Program, thread: Word, ones: Word) -> None:
@@ -219,7 +244,6 @@ def tile_terms(
     a: of the tile; entries: their places in `scales`; codes, parameters: addresses of the prepared query.
     """
     dots = s.group_dots(a, codes)
-    rows = [scales.groups[i] for i in entries]
 
     def slow():
         quad = parameters + (lane.quad << 4)
@@ -227,9 +251,12 @@ def tile_terms(
             [x for half in range(2) for x in s.load_shared_4(quad, COLUMN_SCALES + 128 * g + 64 * half)]
             for g in range(len(a))
         ]
-        return _terms(s, dots, rows, query.weights, columns)
+        return _terms(s, dots, [scales.slow(s, i) for i in entries], query.weights, columns)
 
-    return s.if_else(query.wide | scales.unusual, 8, slow, lambda: _terms(s, dots, rows, query.weights, None))
+    def fast():
+        return _terms(s, dots, [scales.relative[i] for i in entries], query.weights, None)
+
+    return s.if_else(query.wide | scales.unusual, 8, slow, fast)
 
 
 def _terms(
@@ -238,18 +265,18 @@ def _terms(
     """Pairs of bfloat16 in the registers of a tile of `row_sums`.
 
     dots: of `group_dots`; rows: for both entries the factors of their groups; weights: four pairs; columns: for the
-    slow path, for each group the scales of the thread's eight heads; None: the factor of group 0 is 1.
+    slow path, for each group the scales of the thread's eight heads. Without columns group 0 has no factor.
     """
     scaled = []
     for i in range(16):
         factors = rows[i // 2 % 2]
+        mine = [dot[i] for dot in dots]
         if columns is None:
-            mine = [dot[i] for dot in dots]
             total = mine[0]
         else:
-            mine = [s.times(dot[i], column[i // 4 * 2 + i % 2]) for dot, column in zip(dots, columns, strict=True)]
-            total = s.times(mine[0], factors[0])
-        for x, factor in zip(mine[1:], factors[1:], strict=True):
+            mine = [s.times(x, column[i // 4 * 2 + i % 2]) for x, column in zip(mine, columns, strict=True)]
+            total, factors = s.times(mine[0], factors[0]), factors[1:]
+        for x, factor in zip(mine[1:], factors, strict=True):
             total = s.times_plus(x, factor, total)
         scaled.append(total)
     return [s.weighted_relu(scaled[i], scaled[i + 1], weights[i // 4]) for i in range(0, 16, 2)]

@@ -53,6 +53,9 @@ class IndexerEmulator(Emulator):
         parts = [(data >> (place.astype(np.uint64) * np.uint64(8)) & np.uint64(255)).astype(_U32) for place in places]
         return parts[0] | parts[1] << 8 | parts[2] << 16 | parts[3] << 24
 
+    def merge(self, a, mask, b):
+        return (a & _U32(mask)) | b
+
     def times(self, a, b):
         with np.errstate(all="ignore"):
             return _bits(_f32(a) * _f32(b))
