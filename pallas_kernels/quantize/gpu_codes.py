@@ -39,6 +39,11 @@ def _multiply(a: Value, b: Value) -> Value:
     return ptx.asm("mul.rn.ftz.f32 $0, $1, $2;", a, b)
 
 
+def _multiply_magnitude(a: Value, b: Value) -> Value:
+    """float32 |a| * b, flushed likewise; the absolute value costs nothing."""
+    return ptx.asm("{.reg .f32 t; abs.ftz.f32 t, $1; mul.rn.ftz.f32 $0, t, $2;}", a, b)
+
+
 def _permute(a: Value, b: Value, selector: int) -> Value:
     return ptx.asm(f"prmt.b32 $0, $1, $2, {selector:#06x};", a, b)
 
@@ -100,14 +105,20 @@ def encode_fp8(words: list[Value], amax: Value) -> tuple[list[Value], Value]:
     return [ptx.asm(text, *scaled[i : i + 4]) for i in range(0, len(scaled), 4)], byte
 
 
-def _rounded_e2m1(halves: Value) -> Value:
-    """Two float16 v * 2^-14 with v >= 0 -> E2M1 codes of v in bits 9-11 and 25-27, to nearest even; other bits vary.
+def _rounded_e2m1(low: Value, high: Value) -> Value:
+    """Two float32 v >= 0 -> E2M1 codes of v, to nearest even, in the low bits of the halves of 0x64006400.
 
-    With that factor the subnormal numbers of both formats begin at the same exponent, so a code is the float16's bits
-    above the lowest 9, rounded. bfloat16 inputs have 8 significant bits: as float16 they are exact from v = 1/8 up.
+    The code of a value is min(2 v, v + 2, v / 2 + 4). Added to 1024, whose float16 unit is 1, each of the three is
+    rounded to an integer by the fused multiply-add, ties to the even code; a minimum of integers is one of the bits.
+    float16 keeps 11 significant bits of v, enough that it does not become a tie. v above 6 gives codes above 7.
     """
-    odd = _and(ptx.shr(halves, 9), 0x00010001)
-    return ptx.add(halves, _const(0x00FF00FF), odd)
+    v = ptx.asm("cvt.rn.f16x2.f32 $0, $2, $1;", low, high)
+    text = (
+        "{.reg .b32 a, b, c; fma.rn.f16x2 a, $1, $2, $3; add.rn.f16x2 b, $1, $4; fma.rn.f16x2 c, $1, $5, $6;"
+        " min.u16x2 a, a, b; min.u16x2 $0, a, c;}"
+    )
+    twice, half = _const(0x40004000), _const(0x38003800)
+    return ptx.asm(text, v, twice, _const(0x64006400), _const(0x64026402), half, _const(0x64046404))
 
 
 def _choose_bits(mask: int, ones: Value, zeros: Value) -> Value:
@@ -120,10 +131,8 @@ def encode_mxfp4(words: list[Value], amax: Value) -> tuple[Value, Value]:
     byte, reciprocal, bad = _e8m0(amax, 6.0 * 2.0**-126, 6.0)
     codes = []
     for w in words:
-        low, high = (_multiply(x, reciprocal) for x in widen(_and(w, 0x7FFF7FFF)))
-        halves = ptx.asm("cvt.rn.f16x2.f32 $0, $2, $1;", low, high)
-        halves = ptx.asm("mul.rn.f16x2 $0, $1, $2;", halves, _const(0x04000400))  # 2^-14
-        codes.append(_choose_bits(0x00070007, ptx.shr(_rounded_e2m1(halves), 9), ptx.shr(w, 12)))
+        code = _rounded_e2m1(*(_multiply_magnitude(x, reciprocal) for x in widen(w)))
+        codes.append(_choose_bits(0x00070007, code, ptx.shr(w, 12)))
     # Codes of channels 0..3 in bits 0, 16, 8, 24: the upper ones go into the high nibbles.
     pairs = [_choose_bits(0x000F000F, codes[i], ptx.shl(codes[i + 1], 8)) for i in (0, 2)]
     pairs = [_choose_bits(0x0F0F0F0F, p, ptx.shr(p, 12)) for p in pairs]
@@ -151,15 +160,13 @@ def encode_kv_fp4(low: list[Value], high: list[Value], amax: tuple[Value, Value]
         # Quotients that are a tie differ from it by the error of the reciprocal, less than float16 keeps; others are at
         # least 2^-8 away.
         factor = ptx.asm("rcp.approx.ftz.f32 $0, $1;", e4m3_to_f32(scale))
-        factor = _multiply(factor, _const(_float_bits(2.0**-14)))
         for w in words:
-            halves = (_multiply(x, factor) for x in widen(_and(w, 0x7FFF7FFF)))
-            halves = ptx.asm("cvt.rn.f16x2.f32 $0, $2, $1;", *halves)
-            rounded.append(_rounded_e2m1(ptx.asm("min.u16x2 $0, $1, $2;", halves, _const(0x0E000E00))))
+            code = _rounded_e2m1(*(_multiply_magnitude(x, factor) for x in widen(w)))
+            rounded.append(ptx.asm("min.u16x2 $0, $1, $2;", code, _const(0x64076407)))
     pairs = []
     for i in range(4):
-        lower = _choose_bits(0x00070007, ptx.shr(rounded[i], 9), ptx.shr(low[i], 12))
-        upper = _choose_bits(0x00700070, ptx.shr(rounded[4 + i], 5), ptx.shr(high[i], 8))
+        lower = _choose_bits(0x00070007, rounded[i], ptx.shr(low[i], 12))
+        upper = _choose_bits(0x00700070, ptx.shl(rounded[4 + i], 4), ptx.shr(high[i], 8))
         pairs.append(_choose_bits(0x000F000F, lower, upper))
     # A group with a NaN keeps the signs alone.
     keep = ptx.or_(
