@@ -20,6 +20,7 @@ def _arrays(
     block_size: int,
     keys: int,
     blocks: int | None,
+    ascending: bool,
 ) -> dict[str, jax.Array]:
     """Random bytes with finite scales; pages in random order; all keys visible, the last token's the most."""
     split = iter(jax.random.split(key, 8))
@@ -38,7 +39,8 @@ def _arrays(
     }
     if blocks is not None:
         last = keys // block_size
-        arrays["blocks"] = jax.random.randint(next(split), (batch, tokens, blocks), 0, last, jnp.int32)
+        chosen = jax.random.randint(next(split), (batch, tokens, blocks), 0, last, jnp.int32)
+        arrays["blocks"] = jnp.sort(chosen) if ascending else chosen
     return arrays
 
 
@@ -52,6 +54,7 @@ def _spec(
     block_size: int = 8,
     keys: int,
     blocks: int | None = None,
+    ascending: bool = False,
 ) -> ArgSpec:
     queries = batch * tokens
     key_bytes = width // 2 + width // 32
@@ -71,6 +74,7 @@ def _spec(
             block_size=block_size,
             keys=keys,
             blocks=blocks,
+            ascending=ascending,
         ),
         static={"block_size": block_size},
         tags=frozenset(tags),
@@ -92,8 +96,9 @@ SPECS = (
     _spec("maxima_prefill_16k", "bench", "tune", "aot", tokens=4096, keys=16 << 10),
     _spec("maxima_prefill_64k", "bench", "tune", "aot", tokens=4096, keys=64 << 10),
     _spec("maxima_prefill_128k", "bench", "tune", "aot", tokens=4096, keys=128 << 10),
-    _spec("entries_1x2048", "bench", "tune", "aot", keys=1 << 20, blocks=2048),
-    _spec("entries_64x2048", "bench", "tune", "aot", batch=64, keys=128 << 10, blocks=2048),
+    # A candidate pool, in ascending order, and the blocks of a top-k.
+    _spec("entries_1x2048", "bench", "tune", "aot", keys=1 << 20, blocks=2048, ascending=True),
+    _spec("entries_64x2048", "bench", "tune", "aot", batch=64, keys=128 << 10, blocks=2048, ascending=True),
     _spec("entries_64x512", "bench", "tune", "aot", batch=64, keys=128 << 10, blocks=512),
-    _spec("entries_prefill_2048", "bench", "tune", "aot", tokens=4096, keys=128 << 10, blocks=2048),
+    _spec("entries_prefill_2048", "bench", "tune", "aot", tokens=4096, keys=128 << 10, blocks=2048, ascending=True),
 )
