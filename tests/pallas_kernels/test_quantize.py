@@ -305,9 +305,10 @@ def _bytes(x):
 @pytest.mark.parametrize("name", ["fp8", "mxfp4", "kv_fp4"])
 def test_gpu_kernels_give_the_bits_of_ref(name, shape):
     quantize, dequantize = (getattr(ops, f"{way}_{name}") for way in ("quantize", "dequantize"))
+    kernel, plain = jax.jit(functools.partial(quantize, implementation="gpu")), jax.jit(quantize)
     for seed, kind in enumerate(VALUES):
-        x = values(kind, *shape, ml_dtypes.bfloat16, seed)
-        for actual, expected in zip(quantize(x, implementation="gpu"), jax.jit(quantize)(x), strict=True):
+        x = jnp.asarray(values(kind, *shape, ml_dtypes.bfloat16, seed))
+        for actual, expected in zip(kernel(x), plain(x), strict=True):
             np.testing.assert_array_equal(_bytes(actual), _bytes(expected), err_msg=kind)
     codes = stored(name, *shape, seed=1)
     actual = np.asarray(dequantize(*map(jnp.asarray, codes), implementation="gpu"), np.float32)
@@ -318,27 +319,25 @@ def test_gpu_kernels_give_the_bits_of_ref(name, shape):
 
 
 @needs_gpu
-@pytest.mark.parametrize("kind", ["exact", "normal", "special", "ties", "consecutive"])
+@pytest.mark.parametrize(("batch", "rows"), [(1, 1), (3, 7), (2, 700)])
 @pytest.mark.parametrize(("width", "rope_dim"), [(64, 16), (128, 64), (512, 64), (1024, 64)])
 @pytest.mark.parametrize("op", WRITES)
-def test_gpu_writes(op, width, rope_dim, kind):
-    for batch, rows in ((1, 1), (3, 7), (2, 100)):
-        arrays, static = write_arguments(op, width, rope_dim, batch, rows, outer=40, kind=kind, seed=rows)
-        pool = "rings" if op == "write_window" else "pool"
-        actual, expected = (
-            np.asarray(
-                jax.jit(functools.partial(getattr(ops, op), **static, implementation=i), donate_argnames=pool)(
-                    **{name: jnp.asarray(a) for name, a in arrays.items()}
-                )
-            )
-            for i in ("gpu", "xla")
-        )
+def test_gpu_writes(op, width, rope_dim, batch, rows):
+    pool = "rings" if op == "write_window" else "pool"
+    for kind in ("exact", "normal", "special", "ties", "consecutive"):
+        arrays, static = write_arguments(op, width, rope_dim, batch, rows, outer=100, kind=kind, seed=rows)
+        if kind == "exact":
+            runs = [
+                jax.jit(functools.partial(getattr(ops, op), **static, implementation=i), donate_argnames=pool)
+                for i in ("gpu", "xla")
+            ]
+        actual, expected = (np.asarray(run(**{k: jnp.asarray(a) for k, a in arrays.items()})) for run in runs)
         if op == "write_main" or kind == "exact":
-            np.testing.assert_array_equal(actual, expected)
+            np.testing.assert_array_equal(actual, expected, err_msg=kind)
         else:
             # The norm is summed in another order: its last float32 bit moves a value across a rounding boundary now and
             # then, and with the largest of a group its scale and all its codes.
-            assert (actual != expected).sum() <= 40 + 1e-4 * expected.size
+            assert (actual != expected).sum() <= 40 + 1e-4 * (expected != arrays[pool]).sum(), kind
 
 
 @needs_gpu
