@@ -78,9 +78,8 @@ class EntryScores:
             operand = self._operand([[x[k] for x in rows] for rows in words])
             for tile in range(2):
                 entries = (4 * k + 2 * tile, 4 * k + 2 * tile + 1)
-                terms.append(
-                    gpu_scores.tile_terms(s, lane, operand[tile], scales, entries, self.codes, self.parameters, query)
-                )
+                dots = s.group_dots(operand[tile], self.codes)
+                terms.append(gpu_scores.tile_terms(s, lane, dots, scales, entries, self.parameters, query))
         sums = s.row_sums(terms, self.ones)
         self._store(first, sums, scales, places)
 

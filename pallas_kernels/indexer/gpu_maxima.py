@@ -226,42 +226,62 @@ class BlockMaxima:
         return positions
 
     def _score_page(self, page: Word, physical: Word, slot: Word, first_query: Word, count: Word) -> None:
-        """Block maxima of a page for all queries of the tile, `plan.together` at a time.
-
-        All lanes of a quad get the scores of every query. Each of them keeps those of one, so that masking, the maxima
-        and storing are done once for several queries.
-        """
-        s, plan, lane = self.s, self.plan, self.lane
+        """Block maxima of a page for all queries of the tile."""
+        s, lane = self.s, self.lane
         tiles, scales = self._operand(slot), self._scales(slot)
         positions = self._positions(page, physical, scales)
-        own = lane.quad & (plan.together - 1)
 
-        def scores(i):
-            codes, parameters = self.codes + i * CODE_BYTES, self.parameters + i * PARAMETER_BYTES
+        def terms(i, dots):
+            """Of query i, from the dots of the first tile."""
+            parameters = self.parameters + i * PARAMETER_BYTES
             query = gpu_scores.load_parameters(s, lane, parameters)
-            terms = [
-                gpu_scores.tile_terms(s, lane, tiles[u], scales, (2 * u, 2 * u + 1), codes, parameters, query)
-                for u in range(2)
-            ]
-            return [x for pair in s.row_sums(terms, self.ones) for x in pair]
+            first = gpu_scores.tile_terms(s, lane, dots, scales, (0, 1), parameters, query)
+            dots = s.group_dots(tiles[1], self.codes + i * CODE_BYTES)
+            return [first, gpu_scores.tile_terms(s, lane, dots, scales, (2, 3), parameters, query)]
 
-        def group(first):
-            if plan.together == 1:
-                kept = scores(first)
-            else:
-                kept = s.for_range(
-                    0,
-                    s.min(count - first, plan.together),
-                    1,
-                    [s.const(0)] * 4,
-                    lambda j, *kept: [
-                        s.select(own == j, new, old) for new, old in zip(scores(first + j), kept, strict=True)
-                    ],
-                )
-            self._store_maxima(page, first_query, first + own, count, kept, scales.last, positions)
+        def store(query, kept):
+            self._store_maxima(page, first_query, query, count, kept, scales.last, positions)
+
+        score = self._score_queries if self.plan.together > 1 else self._score_each_query
+        score(tiles[0], terms, store, count)
+
+    def _score_each_query(self, tile, terms, store, count: Word) -> None:
+        s = self.s
+
+        def query(i):
+            sums = s.row_sums(terms(i, s.group_dots(tile, self.codes + i * CODE_BYTES)), self.ones)
+            store(i, [x for pair in sums for x in pair])
             return ()
 
-        s.for_range(0, count, plan.together, (), group)
+        s.for_range(0, count, 1, (), query)
+
+    def _score_queries(self, tile, terms, store, count: Word) -> None:
+        """Waits for a query's sums together with the next one's dots.
+
+        All lanes of a quad get the scores of every query. Each of them keeps those of one in `plan.together`, so that
+        masking, the maxima and storing are done once for them.
+        """
+        s, together = self.s, self.plan.together
+        own = self.lane.quad & (together - 1)
+
+        def keep(i, sums, kept):
+            mine = own == (i & (together - 1))
+            new = [x for pair in sums for x in pair]
+            return [s.select(mine, a, b) for a, b in zip(new, kept, strict=True)]
+
+        def query(i, *carry):
+            kept, before = carry[:4], [carry[4:12], carry[12:]]
+            dots, sums = s.dots_and_sums(tile, self.codes + i * CODE_BYTES, before, self.ones)
+            kept = keep(i + (together - 1), sums, kept)
+            with s.when(((i & (together - 1)) == 0) & (i != 0)):
+                store(i - together + own, kept)
+            first, second = terms(i, dots)
+            return [*kept, *first, *second]
+
+        carry = s.for_range(0, count, 1, [s.const(0)] * 20, query)
+        last = count - 1
+        kept = keep(last, s.row_sums([carry[4:12], carry[12:]], self.ones), carry[:4])
+        store(last - (last & (together - 1)) + own, kept)
 
     def _store_maxima(self, page, first_query, query, count, sums, last, positions) -> None:
         """Writes the maxima of the warp's 32 entries for the query of each lane."""

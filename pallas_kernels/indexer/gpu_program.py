@@ -102,38 +102,46 @@ class Program(Simt):
         a: for each group four registers; codes: address of 32 rows of 128 bytes in the 128-byte swizzle. In register i
         the thread has row `row + 8 (i / 2 % 2)` of its warp and column `8 (i / 4) + 2 quad + i % 2`.
         """
-        groups = len(a)
-        lines = ["{.reg .pred p; .reg .b64 d;", "setp.ne.b32 p, 0, 0;", "wgmma.fence.sync.aligned;"]
-        for g in range(groups):
-            acc = ",".join(f"${16 * g + i}" for i in range(16))
-            regs = ",".join(f"${16 * groups + 4 * g + i}" for i in range(4))
-            lines.append(f"add.s64 d, ${20 * groups}, {2 * g};")
-            lines.append(f"wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 {{{acc}}}, {{{regs}}}, d, p, 1, 1;")
-        lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;", "}"]
-        operands = [x.value for regs in a for x in regs]
-        descriptor = self._descriptor(codes, 1, 64, 1)
-        out = _together("\n".join(lines), *operands, descriptor, results=16 * groups, kind=ptx.f32())
-        words = [Word(ptx.as_i32(x)) for x in out]
-        return [words[16 * g : 16 * g + 16] for g in range(groups)]
+        return self.dots_and_sums(a, codes, [], codes)[0]
 
     def row_sums(self, tiles: Sequence[Sequence[Word]], ones: Word) -> list[list[Word]]:
         """For each tile of 64 rows and 32 columns of bfloat16 the sums of the thread's two rows.
 
         tiles: for each tile eight registers, columns as in `group_dots`; ones: address of 256 bytes of bfloat16 ones.
         """
-        count = len(tiles)
-        lines = ["{.reg .pred p, q;", "setp.ne.b32 p, 0, 0;", "setp.ne.b32 q, 1, 0;", "wgmma.fence.sync.aligned;"]
+        return self.dots_and_sums([], ones, tiles, ones)[1]
+
+    def dots_and_sums(
+        self, a: Sequence[Sequence[Word]], codes: Word, tiles: Sequence[Sequence[Word]], ones: Word
+    ) -> tuple[list[list[Word]], list[list[Word]]]:
+        """`group_dots` and `row_sums`, waited for together."""
+        groups, count = len(a), len(tiles)
+        results = 16 * groups + 4 * count
+        first_tile, codes_at = results + 4 * groups, results + 4 * groups + 8 * count
+        lines = ["{.reg .pred p, q; .reg .b64 d;", "setp.ne.b32 p, 0, 0;", "setp.ne.b32 q, 1, 0;"]
+        lines.append("wgmma.fence.sync.aligned;")
+
+        def registers(first: int, number: int) -> str:
+            return "{" + ",".join(f"${first + i}" for i in range(number)) + "}"
+
+        for g in range(groups):
+            out, key = registers(16 * g, 16), registers(results + 4 * g, 4)
+            lines.append(f"add.s64 d, ${codes_at}, {2 * g};")
+            lines.append(f"wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 {out}, {key}, d, p, 1, 1;")
         for half, more in ((0, "p"), (4, "q")):
             for i in range(count):
-                acc = ",".join(f"${4 * i + j}" for j in range(4))
-                regs = ",".join(f"${4 * count + 8 * i + half + j}" for j in range(4))
-                operands = f"{{{acc}}}, {{{regs}}}, ${12 * count}, {more}, 1, 1, 0"
+                out, term = registers(16 * groups + 4 * i, 4), registers(first_tile + 8 * i + half, 4)
+                operands = f"{out}, {term}, ${codes_at + 1}, {more}, 1, 1, 0"
                 lines.append(f"wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {operands};")
         lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;", "}"]
-        words = [x.value for registers in tiles for x in registers]
-        descriptor = self._descriptor(ones, 8, 16, 0)
-        out = _together("\n".join(lines), *words, descriptor, results=4 * count, kind=ptx.f32())
-        return [[Word(ptx.as_i32(out[4 * i + j])) for j in (0, 2)] for i in range(count)]
+        words = [x.value for registers in (*a, *tiles) for x in registers]
+        descriptors = self._descriptor(codes, 1, 64, 1), self._descriptor(ones, 8, 16, 0)
+        out = _together("\n".join(lines), *words, *descriptors, results=results, kind=ptx.f32())
+        out = [Word(ptx.as_i32(x)) for x in out]
+        sums = out[16 * groups :]
+        return [out[16 * g : 16 * g + 16] for g in range(groups)], [
+            [sums[4 * i], sums[4 * i + 2]] for i in range(count)
+        ]
 
     # Memory
 

@@ -232,24 +232,22 @@ def load_visible(s: Program, parameters: Word) -> Word:
 def tile_terms(
     s: Program,
     lane: Lane,
-    a: list[list[Word]],
+    dots: list[list[Word]],
     scales: KeyScales,
     entries: tuple[int, int],
-    codes: Word,
     parameters: Word,
     query: Parameters,
 ) -> list[Word]:
     """The heads' terms of a thread's two entries of a tile of 64, for one query; `row_sums` makes scores of them.
 
-    a: of the tile; entries: their places in `scales`; codes, parameters: addresses of the prepared query.
+    dots: of the tile; entries: their places in `scales`; parameters: address of the query's.
     """
-    dots = s.group_dots(a, codes)
 
     def slow():
         quad = parameters + (lane.quad << 4)
         columns = [
             [x for half in range(2) for x in s.load_shared_4(quad, COLUMN_SCALES + 128 * g + 64 * half)]
-            for g in range(len(a))
+            for g in range(len(dots))
         ]
         return _terms(s, dots, [scales.slow(s, i) for i in entries], query.weights, columns)
 

@@ -158,6 +158,9 @@ class IndexerEmulator(Emulator):
             out.append([_bits(np.repeat(halves[:, i], 4)) for i in range(2)])
         return out
 
+    def dots_and_sums(self, a, codes, tiles, ones):
+        return self.group_dots(a, codes), self.row_sums(tiles, ones)
+
     # Memory
 
     def offset(self, row, offset):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pallas_kernels import compat
-from pallas_kernels.indexer import arg_specs, tpu, tpu_scores
+from pallas_kernels.indexer import arg_specs, block_sizes, tpu, tpu_scores
 from pallas_kernels.indexer import ops as indexer
 from pallas_kernels.page_layout import PAGE_ENTRIES, IndexPageLayout
 from pallas_kernels.quantize import ops as quantize
@@ -171,6 +171,28 @@ def test_tpu_kernels_refuse_a_page_table_beyond_their_memory():
     q = jax.ShapeDtypeStruct((1, 1, 32, 64), jnp.uint8)
     assert tpu.problem(q, 8, num_pages=1 << 13, num_blocks=2048) is None
     assert "MiB of VMEM" in tpu.problem(q, 8, num_pages=1 << 20)
+
+
+@pytest.mark.parametrize(
+    "sizes,message",
+    [
+        ((1, 1, 33, 128, 8), "33 index heads"),
+        ((1, 1, 32, 256, 8), "256 channels"),
+        ((1, 1, 32, 128, 2), "block_size"),
+        ((64, 1 << 14, 32, 128, 8), "too many"),
+    ],
+)
+def test_what_the_gpu_kernels_do_not_take(sizes, message):
+    assert message in block_sizes.problem(*sizes)
+
+
+def test_gpu_plans_fit():
+    for spec in arg_specs.SPECS:
+        arrays = spec.abstract()
+        batch, tokens, heads, half = arrays["q_values"].shape
+        assert block_sizes.problem(batch, tokens, heads, 2 * half, spec.static["block_size"]) is None
+        key, knobs = block_sizes.knobs(**arrays, **spec.static)
+        assert key and all(knobs.values())
 
 
 @pytest.mark.parametrize("spec", [s for s in arg_specs.SPECS if "ci" in s.tags], ids=lambda s: s.name)
