@@ -94,8 +94,11 @@ SPECS = (
     # one new token a sequence
     *(_spec(f"decode_b{b}", "bench", "tune", *(["aot"] if b == 64 else []), batch=b) for b in (1, 8, 64, 128, 256)),
     # one committed token and five drafts a sequence
-    *(_spec(f"verify6_b{b}", "bench", "tune", batch=b, tokens=6) for b in (1, 8, 64, 128)),
-    *(_spec(f"window_b{b}", "bench", "tune", batch=b, selected=0) for b in (1, 64, 256)),
+    *(
+        _spec(f"verify6_b{b}", "bench", "tune", *(["aot"] if b == 64 else []), batch=b, tokens=6)
+        for b in (1, 8, 64, 128)
+    ),
+    *(_spec(f"window_b{b}", "bench", "tune", *(["aot"] if b == 64 else []), batch=b, selected=0) for b in (1, 64, 256)),
     *(
         _spec(
             f"prefill4096_{k}k", "bench", *(["aot"] if k == 8 else []), batch=1, tokens=4096, entries=k << 10, ring=4224
