@@ -112,7 +112,8 @@ def _changed_in_place(spec: ArgSpec, arrays: dict[str, jax.ShapeDtypeStruct]) ->
     out = jax.tree.leaves(jax.eval_shape(spec.bind("xla"), arrays))
     if len(out) != 1 or out[0].dtype != jax.numpy.uint8:
         return None
-    return next((n for n, a in arrays.items() if (a.shape, a.dtype) == (out[0].shape, out[0].dtype)), None)
+    result = out[0].shape, out[0].dtype
+    return next((n for n, a in arrays.items() if a is not None and (a.shape, a.dtype) == result), None)
 
 
 def kernels_of(hlo: str) -> tuple[Kernel, ...]:
@@ -145,7 +146,7 @@ def compile_spec(op: str, spec: ArgSpec, topology: str) -> Compiled:
         sharding = SingleDeviceSharding(device)
         arrays = spec.abstract()
         pool = _changed_in_place(spec, arrays)
-        placed = {n: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for n, a in arrays.items()}
+        placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), dict(arrays))
 
         def call(donated: dict[str, jax.Array], others: dict[str, jax.Array]):
             return spec.bind("tpu")(donated | others)
