@@ -67,10 +67,9 @@ def plans(rows: int, width: int, k: int, itemsize: int) -> tuple[Plan, Plan | No
 
 
 def _splits(rows: int, width: int, k: int) -> int:
-    """Parts of a row, a power of two: enough to occupy the device once, and each much longer than what it keeps."""
-    blocks = MULTIPROCESSORS * (2 if k <= 1024 else 1)
+    """Parts of a row, a power of two: at most one block a multiprocessor, each much longer than what it keeps."""
     splits = 1
-    while 2 * splits * rows <= blocks and 2 * splits <= MAX_SPLITS and width // (2 * splits) >= max(16384, 8 * k):
+    while 2 * splits * rows <= MULTIPROCESSORS and width // (2 * splits) >= max(16384, 8 * k):
         splits *= 2
     return splits
 

@@ -123,12 +123,11 @@ class TopK:
         with s.when(at + plan.tile > self.end):
             self._hide_rest(base, self.end - at)
             s.barrier()
-        words = self._read(base)
         if plan.group:
             threshold, high, bits = s.if_else(
-                at == self.start, 3, lambda: self._first_threshold(words), lambda: (threshold, high, bits)
+                at == self.start, 3, lambda: self._first_threshold(base), lambda: (threshold, high, bits)
             )
-        masks = self._above(words, threshold)
+        masks = self._above(base, threshold)
         place = self._reserve(masks)
         s.barrier()
         total = self.list.get(COUNT)
@@ -140,7 +139,7 @@ class TopK:
             return threshold, total
 
         def does_not():
-            return self._append_in_pieces(at, base, words, masks, threshold, count, high, bits)
+            return self._append_in_pieces(at, base, masks, threshold, count, high, bits)
 
         threshold, count = s.if_else(total <= plan.capacity, 2, fits, does_not)
         s.barrier()
@@ -177,10 +176,11 @@ class TopK:
             elements = (elements + 1) >> 1
         s.for_range(elements + self.thread, self.tile_bytes // 4, plan.threads, (), word)
 
-    def _above(self, words, threshold) -> list:
+    def _above(self, base, threshold) -> list:
         """Masks of a thread's elements that are above the threshold: bit b is element b of a float32 tile; of a
         bfloat16 tile, whose masks are two, element 2 b and 2 b + 1."""
-        s, bits = self.s, []
+        # read again rather than kept: registers decide how many blocks run at once
+        s, words, bits = self.s, self._read(base), []
         if self.plan.itemsize == 4:
             limit = self.keys.bits(threshold)
             for i in range(0, len(words), 8):
@@ -237,7 +237,7 @@ class TopK:
         _, place = s.while_loop((mask, place), lambda left, place: left != 0, body)
         return place
 
-    def _append_in_pieces(self, at, base, words, masks, threshold, count, high, bits):
+    def _append_in_pieces(self, at, base, masks, threshold, count, high, bits):
         """For a tile that the list may have no room for; returns the new threshold and count."""
         s, plan = self.s, self.plan
         s.barrier()
@@ -247,7 +247,7 @@ class TopK:
         def piece(m, i, threshold, count, *masks):
             def cut():
                 new = self.list.cut(count, self._known(threshold, high, bits))
-                return new, s.const(plan.k), *(a & b for a, b in zip(masks, self._above(words, new), strict=True))
+                return new, s.const(plan.k), *(a & b for a, b in zip(masks, self._above(base, new), strict=True))
 
             full = count > plan.capacity - plan.piece
             threshold, count, *masks = s.if_else(full, 2 + len(masks), cut, lambda: (threshold, count, *masks))
@@ -265,14 +265,13 @@ class TopK:
 
     # The first threshold
 
-    def _first_threshold(self, words):
+    def _first_threshold(self, base):
         """A lower bound of the k-th best score of a tile, from the maxima of groups of its scores.
 
         Returns it, the tile's largest key and the bits that some score uses.
         """
         s, plan = self.s, self.plan
-        lowest = s.const(NEGATIVE_INFINITY)
-        maxima = []
+        words, lowest, maxima = self._read(base), s.const(NEGATIVE_INFINITY), []
         for i in range(0, len(words), plan.group):
             group = words[i : i + plan.group]
             if plan.itemsize == 4:
