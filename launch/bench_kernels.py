@@ -8,7 +8,9 @@ measured bfloat16 product rate; "share" is the limit over the time. On a CPU the
     python -m launch.bench_kernels --op=topk --peers
 """
 
+import contextlib
 import datetime
+import fcntl
 import json
 import sys
 from typing import Any
@@ -38,6 +40,10 @@ _XLA = flags.DEFINE_bool("xla", True, "Also time plain XLA.", flag_values=FLAGS)
 _PEERS = flags.DEFINE_bool(
     "peers", False, "Also time peers' kernels on the same work (needs torch with CUDA).", flag_values=FLAGS
 )
+_LOCK = flags.DEFINE_string(
+    "lock", None, "File to lock while the device is used, so that several runs compile side by side but time in turn.",
+    flag_values=FLAGS,
+)  # fmt: skip
 _JSON = flags.DEFINE_string("json", None, "File for the results as JSON.", flag_values=FLAGS)
 
 
@@ -61,6 +67,16 @@ def _peer_times(op: str, spec: ArgSpec) -> dict[str, float]:
     from pallas_kernels.bench_peers import peer_times
 
     return peer_times(op, spec)
+
+
+@contextlib.contextmanager
+def _alone():
+    if _LOCK.value is None:
+        yield
+        return
+    with open(_LOCK.value, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _number(value: float | None, digits: int = 1) -> str:
@@ -124,15 +140,19 @@ def _command() -> str:
 
 def main() -> None:
     target = None if _JSON.value is None else check_target(_JSON.value)
+    if _LOCK.value is not None:
+        check_target(_LOCK.value)
     specs, kernel = _specs(), _kernel()
     if kernel == "xla":
         print("bench_kernels: this backend has no kernels; plain XLA is timed", file=sys.stderr)
-    table, results = _table(), []
+    with _alone():
+        table, results = _table(), []
     progress = Console(stderr=True)
     for op, shapes in specs.items():
-        rows = bench(op, shapes, kernel, calls=_CALLS.value, xla=_XLA.value or kernel == "xla")
+        rows = bench(op, shapes, kernel, calls=_CALLS.value, xla=_XLA.value or kernel == "xla", alone=_alone)
         for spec, row in zip(shapes, rows, strict=True):
-            peers = _peer_times(op, spec)
+            with _alone():
+                peers = _peer_times(op, spec)
             results.append(_as_json(row, peers))
             table.add_row(*_cells(row, peers))
             progress.print(f"{op} {spec.name}: {row.error or _number(row.time.us) + ' us'}", highlight=False)

@@ -1,11 +1,12 @@
 """What an op costs on the device at hand: its kernel, plain XLA in the same run, and the measured limits."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +83,15 @@ def ceilings() -> Ceilings:
     return Ceilings(bytes_per_us=8 * words / copy.us, flops_per_us=2 * side**3 / product.us)
 
 
-def bench(op: str, specs: Iterable[ArgSpec], kernel: str, *, calls: int = 20, xla: bool = True) -> Iterable[Row]:
+def bench(
+    op: str,
+    specs: Iterable[ArgSpec],
+    kernel: str,
+    *,
+    calls: int = 20,
+    xla: bool = True,
+    alone: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+) -> Iterable[Row]:
     """Times every spec, one row after the other.
 
     Args:
@@ -91,19 +100,22 @@ def bench(op: str, specs: Iterable[ArgSpec], kernel: str, *, calls: int = 20, xl
       kernel: implementation to time beside "xla" ("gpu", "tpu"); "xla": nothing else.
       calls: timed calls of each.
       xla: also time plain XLA.
+      alone: entered while the device is used.
     """
     names = list(dict.fromkeys([kernel] + ["xla"] * xla))
     specs = list(specs)
     compiled = _compile([(spec, name) for spec in specs for name in names])
     for i, spec in enumerate(specs):
-        limit = max(spec.bytes / ceilings().bytes_per_us, spec.flops / ceilings().flops_per_us)
-        sets = _argument_sets(spec)
         times, errors = {}, []
-        for name, program in zip(names, compiled[i * len(names) :], strict=False):
-            try:
-                times[name] = _time(spec, program, sets, calls)
-            except _FAILURES as e:
-                errors.append(f"{name}: {str(e).splitlines()[0][:200]}")
+        with alone():
+            limit = max(spec.bytes / ceilings().bytes_per_us, spec.flops / ceilings().flops_per_us)
+            sets = _argument_sets(spec)
+            for name, program in zip(names, compiled[i * len(names) :], strict=False):
+                try:
+                    times[name] = _time(spec, program, sets, calls)
+                except _FAILURES as e:
+                    errors.append(f"{name}: {str(e).splitlines()[0][:200]}")
+            del sets
         yield Row(
             op=op, spec=spec.name, kernel=kernel, time=times.get(kernel), xla=times.get("xla"), bytes=spec.bytes,
             flops=spec.flops, limit_us=limit, error="; ".join(errors),
