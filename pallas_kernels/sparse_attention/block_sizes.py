@@ -70,7 +70,7 @@ def choose(*, queries: int, blocks: int, width: int) -> Tuning:
     return tuning(
         width,
         splits=splits,
-        quarter=bool(knob("sparse_attention", key, "quarter", splits == 1)),
+        quarter=bool(knob("sparse_attention", key, "quarter", 0)),
         gatherers=knob("sparse_attention", key, "gatherers", 2),
     )
 

@@ -93,6 +93,42 @@ def _turn(columns: int, pairs: int):
     return turn
 
 
+def _store(columns: int, offset: int, width: int):
+    """(chunk float32 [64, columns], rows of the output bfloat16 [64, width]) -> writes it to columns from `offset` on.
+
+    Four neighbouring lanes hold eight columns of a row, two each; they trade words so that each writes 16 bytes.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()))
+    def store(ctx, x, out):
+        thread = ptx.thread_in_warpgroup()
+        warp, lane = ptx.shr(thread, 5), ptx.and_(thread, 31)
+        quad = ptx.and_(lane, 3)
+        row = ptx.add(ptx.mul(warp, 16), ptx.shr(lane, 2))
+        address = ptx.row_address(ptx.global_address(out), row, 2 * width)
+        address = ptx.offset(address, ptx.add(ptx.mul(quad, 16), 2 * offset))
+        pair = ir.VectorType.get((2,), ir.BF16Type.get())
+        words = [llvm.bitcast(ptx.i32(), arith.truncf(pair, r)) for r in x.registers.flat]
+        bits = [arith.cmpi(arith.CmpIPredicate.ne, ptx.and_(quad, 1 << bit), ptx.const(0)) for bit in (0, 1)]
+        for group in range(0, columns // 8, 4):
+            for half in (0, 1):
+                four = [words[2 * (group + i) + half] for i in range(4)]
+                for bit, odd in enumerate(bits):
+                    # Lanes whose numbers differ in this bit swap the words whose numbers do.
+                    for low in (i for i in range(4) if not i & (1 << bit)):
+                        high = low | (1 << bit)
+                        sent = arith.select(odd, four[low], four[high])
+                        text = f"shfl.sync.bfly.b32 $0, $1, {1 << bit}, 31, 0xffffffff;"
+                        got = utils.inline_ptx(
+                            text, sent, result_types=ptx.i32(), has_side_effects=True, convergent=True
+                        )
+                        four[low], four[high] = arith.select(odd, got, four[low]), arith.select(odd, four[high], got)
+                at = 8 * half * 2 * width + group * 16
+                utils.inline_ptx(f"st.global.v4.b32 [$0+{at}], {{$1,$2,$3,$4}};", address, *four)
+
+    return store
+
+
 def _rescale(columns: int):
     """(accumulator [64, columns], factors of its rows [64]) -> their product; a warp skips it where all are 1."""
     layout = plgpu.Layout.WGMMA
@@ -143,9 +179,7 @@ class _Body:
         barrier = plgpu.Barrier
         consumers = 2 if self.right else 1
         return {
-            "q_or_out": plgpu.RefUnion(
-                tiled((HEADS, width)), [tiled((HEADS, columns)) for columns in (*self.left, *self.right)]
-            ),
+            "q_tile": tiled((HEADS, width)),
             "tiles": tiled((2, BLOCK, width)),
             "p_tile": tiled((HEADS, BLOCK)),
             "rows": plgpu.SMEM((4, HEADS), jnp.float32),
@@ -259,7 +293,7 @@ class _Body:
             plgpu.barrier_wait(s["q_full"])
             plgpu.barrier_wait(s["full"].at[lax.rem(done, 2)])
             count = self.blocks_of(done, s)
-            step = functools.partial(self.softmax_block, done, s)
+            step = functools.partial(self.softmax_block, done, count, s)
             row = lambda value: plgpu.layout_cast(jnp.full((HEADS,), value, jnp.float32), _ROWS)  # noqa: E731
             init = ([_zeros(columns) for columns in self.left], row(_NEVER), row(0.0))
             accs, maximum, total = lax.fori_loop(0, count, step, init)
@@ -276,15 +310,14 @@ class _Body:
                 target = [r.at[query, split] for r in out]
                 target[1].at[heads][...] = maximum
                 target[2].at[heads][...] = total
-            self.finish(accs, 0, factor, None if rope is None else rope.at[query], heads, target[0], s)
-            plgpu.barrier_arrive(s["q_empty"])
+            self.finish(accs, 0, factor, None if rope is None else rope.at[query], heads, target[0])
             return done + count
 
         lax.fori_loop(0, items, one_item, jnp.int32(0))
 
-    def softmax_block(self, done, s, j, carried):
+    def softmax_block(self, done, count, s, j, carried):
         accs, maximum, total = carried
-        rows, (q, _) = s["rows"], s["q_or_out"]
+        rows, q = s["rows"], s["q_tile"]
         place = lax.rem(done + j, 2)
 
         @pl.when(j >= 1)
@@ -299,6 +332,11 @@ class _Body:
             return ref[...]
 
         logits = pl.run_scoped(logits_product, plgpu.ACC((HEADS, BLOCK), jnp.float32))
+
+        @pl.when(j == count - 1)
+        def _():
+            plgpu.barrier_arrive(s["q_empty"])
+
         logits = logits * self.logit_scale + lax.broadcast_in_dim(mask, logits.shape, [1])
         highest = logits.max(axis=1)
         # A maximum that is a little too low serves as well, and spares the accumulators a rescaling.
@@ -328,7 +366,7 @@ class _Body:
 
         def load_q(i):
             query, head, _ = self.item(cta + i * self.ctas)
-            plgpu.copy_gmem_to_smem(q.at[query, pl.ds(head, HEADS)], s["q_or_out"][0], s["q_full"])
+            plgpu.copy_gmem_to_smem(q.at[query, pl.ds(head, HEADS)], s["q_tile"], s["q_full"])
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), gpu_gather.SPLAT, gpu_gather.SPLAT))
         def prefetch_q(ctx, q, query, head):
@@ -363,47 +401,41 @@ class _Body:
                     prefetch_q(q, *self.item(cta + (i + 1) * self.ctas)[:2])
 
             if self.right:
-                query, head, split = self.item(cta + i * self.ctas)
                 plgpu.barrier_wait(s["p_full"])
                 count = self.blocks_of(done, s)
                 step = functools.partial(one_block, done)
                 accs = lax.fori_loop(0, count, step, [_zeros(columns) for columns in self.right])
-                factor, target = (None, out[0].at[query, split] if self.tuning.splits > 1 else out[0].at[query])
-                if self.tuning.splits == 1:
-                    plgpu.barrier_wait(s["final"])
-                    factor = plgpu.load(rows.at[_FINAL], layout=_ROWS, optimized=False)
-                turn = None if rope is None else rope.at[query]
-                self.finish(accs, len(self.left), factor, turn, pl.ds(head, HEADS), target, s)
 
             @pl.when(i + 1 < items)
             def _():
                 plgpu.barrier_wait(s["q_empty"])
                 load_q(i + 1)
 
+            if self.right:
+                query, head, split = self.item(cta + i * self.ctas)
+                factor, target = None, out[0].at[query, split] if self.tuning.splits > 1 else out[0].at[query]
+                if self.tuning.splits == 1:
+                    plgpu.barrier_wait(s["final"])
+                    factor = plgpu.load(rows.at[_FINAL], layout=_ROWS, optimized=False)
+                turn = None if rope is None else rope.at[query]
+                self.finish(accs, len(self.left), factor, turn, pl.ds(head, HEADS), target)
             return done + count
 
         load_q(0)
         lax.fori_loop(0, items, one_item, jnp.int32(0))
 
-    def finish(self, accs, chunk: int, factor, rope, heads, out, s):
-        """Writes a warpgroup's columns, the chunk-th and following, through what was q's shared memory."""
-        if factor is None:
-            for i, acc in enumerate(accs):
-                out.at[heads, pl.ds(self.offsets[chunk + i], acc.shape[1])][...] = acc
-            return
-        _, staged = s["q_or_out"]
+    def finish(self, accs, chunk: int, factor, rope, heads, out):
+        """Writes a warpgroup's columns, the chunk-th and following."""
         for i, acc in enumerate(accs):
-            value = (acc * _over_columns(factor, acc)).astype(jnp.bfloat16)
+            offset, columns = self.offsets[chunk + i], acc.shape[1]
+            if factor is None:
+                out.at[heads, pl.ds(offset, columns)][...] = acc
+                continue
+            value = acc * _over_columns(factor, acc)
             if self.rope_pairs and chunk + i == len(self.offsets) - 1:
-                turned = _turn(acc.shape[1], self.rope_pairs)(value.astype(jnp.float32), rope)
-                value = turned.astype(jnp.bfloat16)
-            staged[chunk + i][...] = value
-        plgpu.commit_smem()
-        for i, acc in enumerate(accs):
-            columns = pl.ds(self.offsets[chunk + i], acc.shape[1])
-            plgpu.copy_smem_to_gmem(staged[chunk + i], out.at[heads, columns])
-        # The shared memory is free again once it has been read.
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                rounded = value.astype(jnp.bfloat16).astype(jnp.float32)
+                value = _turn(columns, self.rope_pairs)(rounded, rope)
+            _store(columns, offset, self.shape.width)(value, out.at[heads])
 
 
 def _kernel(body: _Body, out_type, arrays):
