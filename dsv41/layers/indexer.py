@@ -12,10 +12,10 @@ from dsv41.layers.linear import Linear, RMSNorm
 from dsv41.ops import selection
 from dsv41.ops.block_selection import IndexQuery, select_by_blocks, select_in_blocks
 from dsv41.ops.linear import WeightFormat
-from dsv41.ops.rope import apply_rope
 from pallas_kernels.indexer import ops as indexer
 from pallas_kernels.page_layout import PAGE_ENTRIES, IndexPageLayout
 from pallas_kernels.quantize import ops as quantize
+from pallas_kernels.rope import apply_rope
 from pallas_kernels.rounding import round_to_bf16
 from pallas_kernels.tiling import map_query_tiles, query_tile
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dsv41.ops.linear import QuantizedArray, WeightFormat, linear
-from dsv41.ops.norms import rms_norm
+from pallas_kernels.norms import rms_norm
 
 _Module = TypeVar("_Module", bound=nnx.Module)
 

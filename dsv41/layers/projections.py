@@ -9,9 +9,9 @@ from flax import nnx
 from dsv41.config import TextConfig
 from dsv41.layers.linear import Linear, RMSNorm, abstract
 from dsv41.ops.linear import WeightFormat, grouped_linear
-from dsv41.ops.rope import apply_rope
 from pallas_kernels.page_layout import WindowLayout
 from pallas_kernels.quantize import ops as quantize
+from pallas_kernels.rope import apply_rope
 
 
 class AttentionProjections(nnx.Module):

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from dsv41.ops.norms import rms_norm
+from pallas_kernels.norms import rms_norm
 from pallas_kernels.rounding import round_to_bf16
 
 

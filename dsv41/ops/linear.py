@@ -11,7 +11,6 @@ import enum
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.fixed_order import contract, contract_groups
 from pallas_kernels.quantize import ops as quantize

@@ -1,4 +1,4 @@
-"""Rotary position embedding over adjacent pairs, with YaRN (architecture.md section 3).
+"""Tables of the rotary position embedding, with YaRN (architecture.md section 3).
 
 Angles reach 10^6 radians, so the tables are built on the host: float32 products as the release rounds them, then
 cosine and sine of exactly that angle.
@@ -10,9 +10,6 @@ import jax
 import numpy as np
 
 from dsv41.config import LayerSpec, RopeScaling, TextConfig
-from pallas_kernels.rope import apply_rope
-
-__all__ = ["apply_rope", "layer_frequencies", "rope_frequencies", "rope_table", "table_of"]
 
 
 def rope_frequencies(rope_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:

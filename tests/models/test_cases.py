@@ -12,10 +12,10 @@ from dsv41.config import LayerMode, ModelConfig, layer_schedule
 from dsv41.models import bind
 from dsv41.ops import selection
 from dsv41.ops.moe import route, routed_experts, swiglu
-from dsv41.ops.norms import rms_norm
 from dsv41.ops.rope import layer_frequencies
 from pallas_kernels.fixed_order import contract
 from pallas_kernels.hyper_connection import ops as mhc
+from pallas_kernels.norms import rms_norm
 from tests.golden import expected
 from tests.models_for_tests import tiny_model
 

@@ -8,7 +8,8 @@ import pytest
 from dsv41.config import ModelConfig, load_config
 from dsv41.ops import compressor, moe, rope, selection
 from dsv41.ops.linear import QuantizedArray, WeightFormat, linear
-from dsv41.ops.norms import rms_norm
+from pallas_kernels.norms import rms_norm
+from pallas_kernels.rope import apply_rope
 from tests.golden import DATA, checkpoint, primitives
 
 
@@ -31,9 +32,9 @@ def test_rope_tables(size, name, compressed):
 def test_rotation():
     g = primitives()
     table = jnp.asarray(np.stack([g["rope.apply.cos"], g["rope.apply.sin"]], axis=1))
-    _same(jax.jit(rope.apply_rope)(g["rope.apply.x3"], table), g["rope.apply.y3"])
-    _same(rope.apply_rope(jnp.asarray(g["rope.apply.x4"]), table[:, None]), g["rope.apply.y4"])
-    inverse = rope.apply_rope(jnp.asarray(g["rope.apply.x4"]), table[:, None], inverse=True)
+    _same(jax.jit(apply_rope)(g["rope.apply.x3"], table), g["rope.apply.y3"])
+    _same(apply_rope(jnp.asarray(g["rope.apply.x4"]), table[:, None]), g["rope.apply.y4"])
+    inverse = apply_rope(jnp.asarray(g["rope.apply.x4"]), table[:, None], inverse=True)
     _same(inverse, g["rope.apply.y4_inverse"])
 
 
