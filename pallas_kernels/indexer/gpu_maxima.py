@@ -28,7 +28,6 @@ class BlockMaxima:
         self.s, self.plan, self.queries, self.pool, self.pages, self.out = s, plan, queries, pool, pages, out
         self.codes = s.shared(shared)  # at a 1,024-byte boundary
         self.parameters = self.codes + plan.parameter_offset
-        self.ones = self.codes + plan.ones_offset
         self.starts = self.codes + plan.starts_offset
         self.thread, self.block = s.thread(), s.block()
         self.warpgroup = self.thread >> 7
@@ -37,8 +36,6 @@ class BlockMaxima:
 
     def run(self) -> None:
         s = self.s
-        gpu_scores.write_ones(s, self.thread, self.ones)
-        s.shared_to_async()
         with s.when(self.thread < 32):
             self._count_pages()
         s.barrier()
@@ -173,8 +170,8 @@ class BlockMaxima:
 
     # Scores
 
-    def _operand(self, slot: Word) -> list[list[list[Word]]]:
-        """For both tiles of a page and each group the registers of the keys.
+    def _load_keys(self, slot: Word) -> list[list[Word]]:
+        """For each group four words of keys, two for each tile of 64 entries.
 
         Entries of a thread: 32 warp + 16 tile + 2 row + {0, 1}, the second one in row + 8 of the tile.
         """
@@ -182,15 +179,17 @@ class BlockMaxima:
         matrix_row, octet, tile = lane.lane & 7, (lane.lane >> 3) & 1, lane.lane >> 4
         piece = ((lane.warp << 1) + tile) ^ matrix_row
         address = slot + (((octet << 3) + matrix_row) << 7) + (piece << 4)
-        tiles = [[], []]
-        for g in range(self.plan.width // GROUP):
-            loaded = s.load_matrices_transposed(address, g * 2048)
-            for u in range(2):
-                even = s.permute(loaded[2 * u], loaded[2 * u + 1], 0x6420)
-                odd = s.permute(loaded[2 * u], loaded[2 * u + 1], 0x7531)
-                (low_even, high_even), (low_odd, high_odd) = gpu_scores.expand(s, even), gpu_scores.expand(s, odd)
-                tiles[u].append([low_even, low_odd, high_even, high_odd])
-        return tiles
+        return [s.load_matrices_transposed(address, g * 2048) for g in range(self.plan.width // GROUP)]
+
+    def _operand(self, loaded: list[list[Word]], tile: int) -> list[list[Word]]:
+        """For each group the four registers of a tile."""
+        s, operand = self.s, []
+        for words in loaded:
+            pair = words[2 * tile : 2 * tile + 2]
+            low_even, high_even = gpu_scores.expand(s, s.permute(*pair, 0x6420))
+            low_odd, high_odd = gpu_scores.expand(s, s.permute(*pair, 0x7531))
+            operand.append([low_even, low_odd, high_even, high_odd])
+        return operand
 
     def _scales(self, slot: Word) -> gpu_scores.KeyScales:
         """Of the thread's four entries, which are those of the first tile, then of the second one."""
@@ -226,37 +225,39 @@ class BlockMaxima:
         return positions
 
     def _score_page(self, page: Word, physical: Word, slot: Word, first_query: Word, count: Word) -> None:
-        """Block maxima of a page for all queries of the tile."""
-        s, lane = self.s, self.lane
-        tiles, scales = self._operand(slot), self._scales(slot)
-        positions = self._positions(page, physical, scales)
+        """Block maxima of a page for all queries of the tile.
 
-        def terms(i, dots):
-            """Of query i, from the dots of the first tile."""
-            parameters = self.parameters + i * PARAMETER_BYTES
-            query = gpu_scores.load_parameters(s, lane, parameters)
-            first = gpu_scores.tile_terms(s, lane, dots, scales, (0, 1), parameters, query)
-            dots = s.group_dots(tiles[1], self.codes + i * CODE_BYTES)
-            return [first, gpu_scores.tile_terms(s, lane, dots, scales, (2, 3), parameters, query)]
+        While the products of one tile run, the scores of the one before are computed, and with a single query the
+        next operand too.
+        """
+        s, plan = self.s, self.plan
+        keys = self._load_keys(slot)
+        tile = self._operand(keys, 0)
+        if plan.queries == 1:
+            dots = s.start_dots(tile, self.codes)
+        second = self._operand(keys, 1)
+        scales = self._scales(slot)
+        positions = self._positions(page, physical, scales)
 
         def store(query, kept):
             self._store_maxima(page, first_query, query, count, kept, scales.last, positions)
 
-        score = self._score_queries if self.plan.together > 1 else self._score_each_query
-        score(tiles[0], terms, store, count)
+        if plan.queries == 1:
+            following = s.start_dots(second, self.codes)
+            zero = s.const(0)
+            sums = self._scores(zero, 0, s.wait_dots(dots, 1), scales)
+            store(zero, sums + self._scores(zero, 1, s.wait_dots(following, 0), scales))
+        else:
+            self._score_queries([tile, second], scales, store, count)
 
-    def _score_each_query(self, tile, terms, store, count: Word) -> None:
-        s = self.s
+    def _scores(self, i: Word, tile: int, dots, scales: gpu_scores.KeyScales) -> list[Word]:
+        """Of query i and the thread's two entries of a tile."""
+        parameters = self.parameters + i * PARAMETER_BYTES
+        query = gpu_scores.load_parameters(self.s, self.lane, parameters)
+        return gpu_scores.tile_scores(self.s, self.lane, dots, scales, (2 * tile, 2 * tile + 1), parameters, query)
 
-        def query(i):
-            sums = s.row_sums(terms(i, s.group_dots(tile, self.codes + i * CODE_BYTES)), self.ones)
-            store(i, [x for pair in sums for x in pair])
-            return ()
-
-        s.for_range(0, count, 1, (), query)
-
-    def _score_queries(self, tile, terms, store, count: Word) -> None:
-        """Waits for a query's sums together with the next one's dots.
+    def _score_queries(self, tiles, scales: gpu_scores.KeyScales, store, count: Word) -> None:
+        """Two queries at a time.
 
         All lanes of a quad get the scores of every query. Each of them keeps those of one in `plan.together`, so that
         masking, the maxima and storing are done once for them.
@@ -264,24 +265,26 @@ class BlockMaxima:
         s, together = self.s, self.plan.together
         own = self.lane.quad & (together - 1)
 
-        def keep(i, sums, kept):
-            mine = own == (i & (together - 1))
-            new = [x for pair in sums for x in pair]
-            return [s.select(mine, a, b) for a, b in zip(new, kept, strict=True)]
+        def pair(i, *kept):
+            queries = [i, s.min(i + 1, count - 1)]
+            steps = [(query, tile) for query in queries for tile in range(2)]
+            started = [s.start_dots(tiles[0], self.codes + i * CODE_BYTES)]
+            sums = []
+            for k, (query, tile) in enumerate(steps):
+                if k + 1 < len(steps):
+                    after, tile_after = steps[k + 1]
+                    started.append(s.start_dots(tiles[tile_after], self.codes + after * CODE_BYTES))
+                dots = s.wait_dots(started[k], 1 if k + 1 < len(steps) else 0)
+                sums += self._scores(query, tile, dots, scales)
+            for j in range(2):
+                mine = own == ((i + j) & (together - 1))
+                kept = [s.select(mine, a, b) for a, b in zip(sums[4 * j : 4 * j + 4], kept, strict=True)]
+            last = i + 2 >= count
+            with s.when(((i & (together - 1)) == together - 2) | last):
+                store(i - (i & (together - 1)) + own, kept)
+            return kept
 
-        def query(i, *carry):
-            kept, before = carry[:4], [carry[4:12], carry[12:]]
-            dots, sums = s.dots_and_sums(tile, self.codes + i * CODE_BYTES, before, self.ones)
-            kept = keep(i + (together - 1), sums, kept)
-            with s.when(((i & (together - 1)) == 0) & (i != 0)):
-                store(i - together + own, kept)
-            first, second = terms(i, dots)
-            return [*kept, *first, *second]
-
-        carry = s.for_range(0, count, 1, [s.const(0)] * 20, query)
-        last = count - 1
-        kept = keep(last, s.row_sums([carry[4:12], carry[12:]], self.ones), carry[:4])
-        store(last - (last & (together - 1)) + own, kept)
+        s.for_range(0, count, 2, [s.const(0)] * 4, pair)
 
     def _store_maxima(self, page, first_query, query, count, sums, last, positions) -> None:
         """Writes the maxima of the warp's 32 entries for the query of each lane."""

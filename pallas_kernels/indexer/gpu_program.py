@@ -6,6 +6,7 @@ float32 values and packed pairs of bfloat16 are `Word`s. A warpgroup's threads r
 from collections.abc import Sequence
 from typing import Any
 
+from jax._src.lib.mlir.dialects import llvm
 from jax.experimental.mosaic.gpu import utils
 
 from pallas_kernels import ptx
@@ -44,6 +45,10 @@ class Program(Simt):
     def times(self, a: Word, b: Word) -> Word:
         """float32 a * b."""
         return _word("mul.rn.f32 $0, $1, $2;", a, b)
+
+    def plus(self, a: Word, b: Word) -> Word:
+        """float32 a + b."""
+        return _word("add.rn.f32 $0, $1, $2;", a, b)
 
     def times_plus(self, a: Word, b: Word, c: Word) -> Word:
         """float32 a * b + c, rounded once."""
@@ -91,57 +96,48 @@ class Program(Simt):
         """The thread's stores to shared memory before this are seen by products after the next barrier."""
         utils.inline_ptx("fence.proxy.async.shared::cta;")
 
-    def _descriptor(self, address: Word, leading: int, stride: int, swizzle: int) -> Any:
-        low = ((address >> 4) & 0x3FFF) | (leading << 16)
-        high = self.const(stride | swizzle << 30)
-        return ptx.asm("mov.b64 $0, {$1,$2};", low.value, high.value, type=ptx.i64())
+    def start_dots(self, a: Sequence[Sequence[Word]], codes: Word) -> list[list[Word]]:
+        """Starts E4M3 products of 64 rows with 32 columns over each group of 32 channels.
 
-    def group_dots(self, a: Sequence[Sequence[Word]], codes: Word) -> list[list[Word]]:
-        """E4M3 products of 64 rows with 32 columns over each group of 32 channels, 16 float32 a thread and group.
-
-        a: for each group four registers; codes: address of 32 rows of 128 bytes in the 128-byte swizzle. In register i
-        the thread has row `row + 8 (i / 2 % 2)` of its warp and column `8 (i / 4) + 2 quad + i % 2`.
+        a: for each group four registers; codes: address of 32 rows of 128 bytes in the 128-byte swizzle. Returns 16
+        float32 a thread and group, which only `wait_dots` may read. In number i the thread has row
+        `row + 8 (i / 2 % 2)` of its warp and column `8 (i / 4) + 2 quad + i % 2`.
         """
-        return self.dots_and_sums(a, codes, [], codes)[0]
-
-    def row_sums(self, tiles: Sequence[Sequence[Word]], ones: Word) -> list[list[Word]]:
-        """For each tile of 64 rows and 32 columns of bfloat16 the sums of the thread's two rows.
-
-        tiles: for each tile eight registers, columns as in `group_dots`; ones: address of 256 bytes of bfloat16 ones.
-        """
-        return self.dots_and_sums([], ones, tiles, ones)[1]
-
-    def dots_and_sums(
-        self, a: Sequence[Sequence[Word]], codes: Word, tiles: Sequence[Sequence[Word]], ones: Word
-    ) -> tuple[list[list[Word]], list[list[Word]]]:
-        """`group_dots` and `row_sums`, waited for together."""
-        groups, count = len(a), len(tiles)
-        results = 16 * groups + 4 * count
-        first_tile, codes_at = results + 4 * groups, results + 4 * groups + 8 * count
-        lines = ["{.reg .pred p, q; .reg .b64 d;", "setp.ne.b32 p, 0, 0;", "setp.ne.b32 q, 1, 0;"]
-        lines.append("wgmma.fence.sync.aligned;")
-
-        def registers(first: int, number: int) -> str:
-            return "{" + ",".join(f"${first + i}" for i in range(number)) + "}"
-
+        groups = len(a)
+        lines = ["{.reg .pred p; .reg .b64 d;", "setp.ne.b32 p, 0, 0;", "wgmma.fence.sync.aligned;"]
         for g in range(groups):
-            out, key = registers(16 * g, 16), registers(results + 4 * g, 4)
-            lines.append(f"add.s64 d, ${codes_at}, {2 * g};")
-            lines.append(f"wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 {out}, {key}, d, p, 1, 1;")
-        for half, more in ((0, "p"), (4, "q")):
-            for i in range(count):
-                out, term = registers(16 * groups + 4 * i, 4), registers(first_tile + 8 * i + half, 4)
-                operands = f"{out}, {term}, ${codes_at + 1}, {more}, 1, 1, 0"
-                lines.append(f"wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {operands};")
-        lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;", "}"]
-        words = [x.value for registers in (*a, *tiles) for x in registers]
-        descriptors = self._descriptor(codes, 1, 64, 1), self._descriptor(ones, 8, 16, 0)
-        out = _together("\n".join(lines), *words, *descriptors, results=results, kind=ptx.f32())
-        out = [Word(ptx.as_i32(x)) for x in out]
-        sums = out[16 * groups :]
-        return [out[16 * g : 16 * g + 16] for g in range(groups)], [
-            [sums[4 * i], sums[4 * i + 2]] for i in range(count)
-        ]
+            acc = ",".join(f"${16 * g + i}" for i in range(16))
+            regs = ",".join(f"${16 * groups + 4 * g + i}" for i in range(4))
+            lines.append(f"add.s64 d, ${20 * groups}, {2 * g};")
+            lines.append(f"wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 {{{acc}}}, {{{regs}}}, d, p, 1, 1;")
+        lines += ["wgmma.commit_group.sync.aligned;", "}"]
+        operands = [x.value for regs in a for x in regs]
+        # K-major rows of 128 bytes: the next eight rows lie 1,024 bytes further.
+        low, high = ((codes >> 4) & 0x3FFF) | (1 << 16), self.const(1024 // 16 | 1 << 30)
+        descriptor = ptx.asm("mov.b64 $0, {$1,$2};", low.value, high.value, type=ptx.i64())
+        out = _together("\n".join(lines), *operands, descriptor, results=16 * groups, kind=ptx.i32())
+        return [[Word(x) for x in out[16 * g : 16 * g + 16]] for g in range(groups)]
+
+    def wait_dots(self, dots: Sequence[Sequence[Word]], pending: int) -> list[list[Word]]:
+        """The results of `start_dots`, once at most this many later ones are under way."""
+        values = [x.value for group in dots for x in group]
+        count = len(values)
+        constraints = ",".join(["=r"] * count + [str(i) for i in range(count)])
+        kind = llvm.StructType.get_literal([ptx.i32()] * count)
+        text = f"wgmma.wait_group.sync.aligned {pending};"
+        out = llvm.inline_asm(kind, values, text, constraints, has_side_effects=True, convergent=True)
+        words = [Word(llvm.extractvalue(ptx.i32(), out, [i])) for i in range(count)]
+        return [words[16 * g : 16 * g + 16] for g in range(len(dots))]
+
+    def quad_sums(self, terms: Sequence[Word]) -> Word:
+        """float32 sum of all bfloat16 in some words of the four lanes of a quad, the same in all four."""
+        parts = [x for word in terms for x in (word << 16, word & 0xFFFF0000)]
+        while len(parts) > 1:
+            parts = [self.plus(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+        total = parts[0]
+        for mask in (1, 2):
+            total = self.plus(total, self.exchange(total, mask))
+        return total
 
     # Memory
 

@@ -2,8 +2,8 @@
 
 MXFP4 codes are exact E4M3 values, and the products of one scale group (32 channels, one FP8 `wgmma` step) add up
 exactly in the tensor core. So a dot product is the sum of its groups' exact dots times powers of two, in float32, group
-0 first; no other order of summation occurs, whatever the tile shapes. The heads' terms are summed by a product with
-ones.
+0 first; no other order of summation occurs, whatever the tile shapes. The heads' terms are summed in one fixed order.
+A product with ones would do, but feeding registers to the tensor core costs more than the additions.
 
 Keys stay in registers as the A operand, 16 rows (entries) a warp; the 32 heads of a query are the columns of B:
 
@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 
 from pallas_kernels.indexer.gpu_program import Program
-from pallas_kernels.indexer.plans import ONES_BYTES
 from pallas_kernels.simt import Flag, Word
 
 GROUP = 32  # channels with one scale
@@ -205,12 +204,6 @@ def key_scales(s: Program, words: list[Word], entries: list[list[tuple[int, int]
     return KeyScales(scales, relative, last, unusual, nans)
 
 
-def write_ones(s: Program, thread: Word, ones: Word) -> None:
-    """The threads of a block fill `ONES_BYTES` for `row_sums`; `shared_to_async` and a barrier must follow."""
-    with s.when(thread < ONES_BYTES // 4):
-        s.store_shared(ones + (thread << 2), 0x3F803F80)
-
-
 @dataclasses.dataclass(frozen=True)
 class Parameters:
     """A prepared query's parameters in a thread's registers."""
@@ -229,7 +222,7 @@ def load_visible(s: Program, parameters: Word) -> Word:
     return s.load_shared(parameters, VISIBLE)
 
 
-def tile_terms(
+def tile_scores(
     s: Program,
     lane: Lane,
     dots: list[list[Word]],
@@ -238,7 +231,7 @@ def tile_terms(
     parameters: Word,
     query: Parameters,
 ) -> list[Word]:
-    """The heads' terms of a thread's two entries of a tile of 64, for one query; `row_sums` makes scores of them.
+    """Scores of a thread's two entries of a tile of 64, for one query, without the factor `scales.last`.
 
     dots: of the tile; entries: their places in `scales`; parameters: address of the query's.
     """
@@ -254,15 +247,16 @@ def tile_terms(
     def fast():
         return _terms(s, dots, [scales.relative[i] for i in entries], query.weights, None)
 
-    return s.if_else(query.wide | scales.unusual, 8, slow, fast)
+    terms = s.if_else(query.wide | scales.unusual, 8, slow, fast)
+    return [s.quad_sums(terms[i::2]) for i in range(2)]
 
 
 def _terms(
     s: Program, dots: list[list[Word]], rows: list[list[Word]], weights: list[Word], columns: list[list[Word]] | None
 ) -> list[Word]:
-    """Pairs of bfloat16 in the registers of a tile of `row_sums`.
+    """The heads' terms of two entries in turn, pairs of bfloat16 of the thread's heads 8 i + 2 quad + {0, 1}.
 
-    dots: of `group_dots`; rows: for both entries the factors of their groups; weights: four pairs; columns: for the
+    dots: of `wait_dots`; rows: for both entries the factors of their groups; weights: four pairs; columns: for the
     slow path, for each group the scales of the thread's eight heads. Without columns group 0 has no factor.
     """
     scaled = []
