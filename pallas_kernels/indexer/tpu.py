@@ -18,7 +18,16 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import compat
 from pallas_kernels.indexer.tpu_kernels import GROUP, entries_kernel, maxima_kernel
-from pallas_kernels.indexer.tpu_plans import LANES, SUBLANES, VMEM_LIMIT, Plan, entries_plan, maxima_plan
+from pallas_kernels.indexer.tpu_plans import (
+    LANES,
+    SMEM_BYTES_EACH,
+    SMEM_LIMIT,
+    SUBLANES,
+    VMEM_LIMIT,
+    Plan,
+    entries_plan,
+    maxima_plan,
+)
 from pallas_kernels.indexer.tpu_scores import FORMS, channel_order
 from pallas_kernels.page_layout import PAGE_ENTRIES, ROW_BYTES
 from pallas_kernels.quantize.ref import dequantize_mxfp4
@@ -42,6 +51,8 @@ def problem(q_values: jax.Array, block_size: int, *, num_pages: int = 1, num_blo
         return f"index keys must be 32 to 256 wide, got {width}"
     if not 1 <= block_size <= 16:
         return f"blocks of 1 to 16 entries are supported, got {block_size}"
+    if (need := SMEM_BYTES_EACH * max(num_pages, num_blocks)) > SMEM_LIMIT:
+        return f"{num_pages} pages or {num_blocks} blocks need {need >> 10} KiB of SMEM"
     for plan, rows in (maxima_plan(q_values, num_pages, block_size), entries_plan(q_values, num_blocks, block_size)):
         if (need := plan.vmem_bytes(rows)) > VMEM_LIMIT:
             return f"{num_pages} pages or {num_blocks} blocks need {need >> 20} MiB of VMEM"

@@ -10,6 +10,9 @@ LANES = 128
 SUBLANES = 8
 # Leaves the compiler room in the 64 MiB of the smallest VMEM.
 VMEM_LIMIT = 48 << 20
+# Of 1 MiB; a page or a block takes an int32 in two operands, each of them buffered twice.
+SMEM_LIMIT = 768 << 10
+SMEM_BYTES_EACH = 16
 _MAX_TOKENS = 8  # queries that share a dequantised page
 _OUT_BYTES = 8 << 20  # of a grid step's maxima
 

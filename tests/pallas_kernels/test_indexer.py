@@ -170,7 +170,8 @@ def test_block_maxima_from_pairs_of_bfloat16():
 def test_tpu_kernels_refuse_a_page_table_beyond_their_memory():
     q = jax.ShapeDtypeStruct((1, 1, 32, 64), jnp.uint8)
     assert tpu.problem(q, 8, num_pages=1 << 13, num_blocks=2048) is None
-    assert "MiB of VMEM" in tpu.problem(q, 8, num_pages=1 << 20)
+    assert "SMEM" in tpu.problem(q, 8, num_pages=1 << 16)
+    assert "VMEM" in tpu.problem(q, 1, num_pages=3 << 14)
 
 
 @pytest.mark.parametrize(
