@@ -48,17 +48,16 @@ class EntryScores:
             gpu_scores.write_query(s, raw, self.codes, self.parameters)
         s.shared_to_async()
         s.barrier()
-        loaded = gpu_scores.load_parameters(s, self.lane, self.parameters)
         first = (self.split * plan.warpgroups + self.warpgroup) * _CHUNK
         stride = plan.splits * plan.warpgroups * _CHUNK
 
         def step(start):
-            self._chunk(start, loaded)
+            self._chunk(start)
             return ()
 
         s.for_range(first, plan.entries, stride, (), step)
 
-    def _chunk(self, start: Word, query: gpu_scores.Parameters) -> None:
+    def _chunk(self, start: Word) -> None:
         s, lane = self.s, self.lane
         first = start + (((lane.warp << 3) + lane.row) << 3)
         places = [self._place(first)]
@@ -77,7 +76,7 @@ class EntryScores:
             for tile in range(2):
                 entries = (4 * k + 2 * tile, 4 * k + 2 * tile + 1)
                 dots = s.wait_dots(s.start_dots(operand[tile], self.codes), 0)
-                sums.append(gpu_scores.tile_scores(s, lane, dots, scales, entries, self.parameters, query))
+                sums.append(gpu_scores.tile_scores(s, lane, dots, scales, entries, self.parameters))
         self._store(first, sums, scales, places)
 
     def _place(self, output: Word) -> tuple[Any, Word]:

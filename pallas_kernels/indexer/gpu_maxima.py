@@ -252,12 +252,11 @@ class BlockMaxima:
 
     def _scores(self, i: Word, tile: int, dots, scales: gpu_scores.KeyScales) -> list[Word]:
         """Of query i and the thread's two entries of a tile."""
-        parameters = self.parameters + i * PARAMETER_BYTES
-        query = gpu_scores.load_parameters(self.s, self.lane, parameters)
-        return gpu_scores.tile_scores(self.s, self.lane, dots, scales, (2 * tile, 2 * tile + 1), parameters, query)
+        entries, parameters = (2 * tile, 2 * tile + 1), self.parameters + i * PARAMETER_BYTES
+        return gpu_scores.tile_scores(self.s, self.lane, dots, scales, entries, parameters)
 
     def _score_queries(self, tiles, scales: gpu_scores.KeyScales, store, count: Word) -> None:
-        """Two queries at a time.
+        """Two queries at a time, as columns of one product.
 
         All lanes of a quad get the scores of every query. Each of them keeps those of one in `plan.together`, so that
         masking, the maxima and storing are done once for them.
@@ -266,25 +265,52 @@ class BlockMaxima:
         own = self.lane.quad & (together - 1)
 
         def pair(i, *kept):
-            queries = [i, s.min(i + 1, count - 1)]
-            steps = [(query, tile) for query in queries for tile in range(2)]
-            started = [s.start_dots(tiles[0], self.codes + i * CODE_BYTES)]
-            sums = []
-            for k, (query, tile) in enumerate(steps):
-                if k + 1 < len(steps):
-                    after, tile_after = steps[k + 1]
-                    started.append(s.start_dots(tiles[tile_after], self.codes + after * CODE_BYTES))
-                dots = s.wait_dots(started[k], 1 if k + 1 < len(steps) else 0)
-                sums += self._scores(query, tile, dots, scales)
+            sums = self._pair_scores(tiles, scales, i, count)
             for j in range(2):
                 mine = own == ((i + j) & (together - 1))
-                kept = [s.select(mine, a, b) for a, b in zip(sums[4 * j : 4 * j + 4], kept, strict=True)]
+                kept = [s.select(mine, a, b) for a, b in zip(sums[j], kept, strict=True)]
             last = i + 2 >= count
             with s.when(((i & (together - 1)) == together - 2) | last):
                 store(i - (i & (together - 1)) + own, kept)
             return kept
 
         s.for_range(0, count, 2, [s.const(0)] * 4, pair)
+
+    def _pair_scores(self, tiles, scales: gpu_scores.KeyScales, i: Word, count: Word) -> list[list[Word]]:
+        """Of queries i and i + 1 and the thread's four entries; the second one's mean nothing if it is not there.
+
+        Products are started two halves of the groups ahead.
+        """
+        s, groups = self.s, self.plan.width // GROUP
+        half = max(groups // 2, 1)
+        steps = [(tile, first) for tile in range(2) for first in range(0, groups, half)]
+        parameters = [self.parameters + x * PARAMETER_BYTES for x in (i, s.min(i + 1, count - 1))]
+        slow = [gpu_scores.is_slow(s, x, scales) for x in parameters]
+        started = []
+
+        def start():
+            if len(started) < len(steps):
+                tile, first = steps[len(started)]
+                operand = tiles[tile][first : first + half]
+                started.append(s.start_dots(operand, self.codes + i * CODE_BYTES, first=first, columns=64))
+
+        start()
+        start()
+        sums, totals = [[], []], [None, None]
+        for k, (tile, first) in enumerate(steps):
+            dots = s.wait_dots(started[k], len(started) - k - 1)
+            entries = (2 * tile, 2 * tile + 1)
+            for j in range(2):
+                mine = [x[16 * j : 16 * j + 16] for x in dots]
+                totals[j] = gpu_scores.add_groups(
+                    s, self.lane, totals[j], mine, first, scales, entries, parameters[j], slow[j]
+                )
+            start()
+            if first + half == groups:
+                for j in range(2):
+                    sums[j] += gpu_scores.head_sums(s, self.lane, totals[j], parameters[j])
+                totals = [None, None]
+        return sums
 
     def _store_maxima(self, page, first_query, query, count, sums, last, positions) -> None:
         """Writes the maxima of the warp's 32 entries for the query of each lane."""

@@ -96,27 +96,30 @@ class Program(Simt):
         """The thread's stores to shared memory before this are seen by products after the next barrier."""
         utils.inline_ptx("fence.proxy.async.shared::cta;")
 
-    def start_dots(self, a: Sequence[Sequence[Word]], codes: Word) -> list[list[Word]]:
-        """Starts E4M3 products of 64 rows with 32 columns over each group of 32 channels.
+    def start_dots(
+        self, a: Sequence[Sequence[Word]], codes: Word, *, first: int = 0, columns: int = 32
+    ) -> list[list[Word]]:
+        """Starts E4M3 products of 64 rows with 32 or 64 columns over some groups of 32 channels.
 
-        a: for each group four registers; codes: address of 32 rows of 128 bytes in the 128-byte swizzle. Returns 16
-        float32 a thread and group, which only `wait_dots` may read. In number i the thread has row
-        `row + 8 (i / 2 % 2)` of its warp and column `8 (i / 4) + 2 quad + i % 2`.
+        a: for each group from number `first` on four registers; codes: address of `columns` rows of 128 bytes in the
+        128-byte swizzle. Returns columns / 2 float32 a thread and group, which only `wait_dots` may read. In number i
+        the thread has row `row + 8 (i / 2 % 2)` of its warp and column `8 (i / 4) + 2 quad + i % 2`.
         """
-        groups = len(a)
+        groups, size = len(a), columns // 2
         lines = ["{.reg .pred p; .reg .b64 d;", "setp.ne.b32 p, 0, 0;", "wgmma.fence.sync.aligned;"]
         for g in range(groups):
-            acc = ",".join(f"${16 * g + i}" for i in range(16))
-            regs = ",".join(f"${16 * groups + 4 * g + i}" for i in range(4))
-            lines.append(f"add.s64 d, ${20 * groups}, {2 * g};")
-            lines.append(f"wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 {{{acc}}}, {{{regs}}}, d, p, 1, 1;")
+            acc = ",".join(f"${size * g + i}" for i in range(size))
+            regs = ",".join(f"${size * groups + 4 * g + i}" for i in range(4))
+            lines.append(f"add.s64 d, ${(size + 4) * groups}, {2 * (first + g)};")
+            shape = f"m64n{columns}k32.f32.e4m3.e4m3"
+            lines.append(f"wgmma.mma_async.sync.aligned.{shape} {{{acc}}}, {{{regs}}}, d, p, 1, 1;")
         lines += ["wgmma.commit_group.sync.aligned;", "}"]
         operands = [x.value for regs in a for x in regs]
         # K-major rows of 128 bytes: the next eight rows lie 1,024 bytes further.
         low, high = ((codes >> 4) & 0x3FFF) | (1 << 16), self.const(1024 // 16 | 1 << 30)
         descriptor = ptx.asm("mov.b64 $0, {$1,$2};", low.value, high.value, type=ptx.i64())
-        out = _together("\n".join(lines), *operands, descriptor, results=16 * groups, kind=ptx.i32())
-        return [[Word(x) for x in out[16 * g : 16 * g + 16]] for g in range(groups)]
+        out = _together("\n".join(lines), *operands, descriptor, results=size * groups, kind=ptx.i32())
+        return [[Word(x) for x in out[size * g : size * (g + 1)]] for g in range(groups)]
 
     def wait_dots(self, dots: Sequence[Sequence[Word]], pending: int) -> list[list[Word]]:
         """The results of `start_dots`, once at most this many later ones are under way."""
@@ -126,8 +129,8 @@ class Program(Simt):
         kind = llvm.StructType.get_literal([ptx.i32()] * count)
         text = f"wgmma.wait_group.sync.aligned {pending};"
         out = llvm.inline_asm(kind, values, text, constraints, has_side_effects=True, convergent=True)
-        words = [Word(llvm.extractvalue(ptx.i32(), out, [i])) for i in range(count)]
-        return [words[16 * g : 16 * g + 16] for g in range(len(dots))]
+        words = iter([Word(llvm.extractvalue(ptx.i32(), out, [i])) for i in range(count)])
+        return [[next(words) for _ in group] for group in dots]
 
     def quad_sums(self, terms: Sequence[Word]) -> Word:
         """float32 sum of all bfloat16 in some words of the four lanes of a quad, the same in all four."""

@@ -204,22 +204,74 @@ def key_scales(s: Program, words: list[Word], entries: list[list[tuple[int, int]
     return KeyScales(scales, relative, last, unusual, nans)
 
 
-@dataclasses.dataclass(frozen=True)
-class Parameters:
-    """A prepared query's parameters in a thread's registers."""
-
-    weights: list[Word]
-    wide: Flag
-
-
-def load_parameters(s: Program, lane: Lane, parameters: Word) -> Parameters:
-    flags = s.load_shared_4(parameters, WIDE)
-    wide = (flags[0] | flags[1] | flags[2] | flags[3]) != 0
-    return Parameters(s.load_shared_4(parameters + (lane.quad << 4), WEIGHTS), wide)
-
-
 def load_visible(s: Program, parameters: Word) -> Word:
     return s.load_shared(parameters, VISIBLE)
+
+
+def is_slow(s: Program, parameters: Word, scales: KeyScales) -> Flag:
+    """Whether a prepared query and the warp's entries need the slow path."""
+    flags = s.load_shared_4(parameters, WIDE)
+    return ((flags[0] | flags[1] | flags[2] | flags[3]) != 0) | scales.unusual
+
+
+def add_groups(
+    s: Program,
+    lane: Lane,
+    total: list[Word] | None,
+    dots: list[list[Word]],
+    first: int,
+    scales: KeyScales,
+    entries: tuple[int, int],
+    parameters: Word,
+    slow: Flag,
+) -> list[Word]:
+    """Adds a query's dots over some groups to the dots over the groups before, for a thread's two entries of a tile.
+
+    total: None before group 0; dots: of `wait_dots`, for each group from number `first` on those of the query's 32
+    heads; entries: their places in `scales`; parameters: address of the query's; slow: of `is_slow`.
+    """
+
+    def fast():
+        return _accumulate(s, total, dots, [scales.relative[i][max(first - 1, 0) :] for i in entries], None)
+
+    def slowly():
+        quad = parameters + (lane.quad << 4)
+        columns = [
+            [x for half in range(2) for x in s.load_shared_4(quad, COLUMN_SCALES + 128 * g + 64 * half)]
+            for g in range(first, first + len(dots))
+        ]
+        return _accumulate(s, total, dots, [scales.slow(s, i)[first:] for i in entries], columns)
+
+    return s.if_else(slow, 16, slowly, fast)
+
+
+def _accumulate(s: Program, total, dots, rows, columns) -> list[Word]:
+    """rows: for both entries the factors of the groups, but for group 0 without columns; columns: of the slow path, for
+    each group the scales of the thread's eight heads, or None."""
+    sums = []
+    for i in range(16):
+        factors = rows[i // 2 % 2]
+        values = [dot[i] for dot in dots]
+        if columns is not None:
+            values = [s.times(x, column[i // 4 * 2 + i % 2]) for x, column in zip(values, columns, strict=True)]
+        if total is not None:
+            running = total[i]
+        else:
+            running, values = values[0], values[1:]
+            if columns is not None:
+                running, factors = s.times(running, factors[0]), factors[1:]
+        for x, factor in zip(values, factors, strict=False):
+            running = s.times_plus(x, factor, running)
+        sums.append(running)
+    return sums
+
+
+def head_sums(s: Program, lane: Lane, total: list[Word], parameters: Word) -> list[Word]:
+    """Scores of a thread's two entries of a tile for one query from their dots, without the factor `scales.last`."""
+    weights = s.load_shared_4(parameters + (lane.quad << 4), WEIGHTS)
+    # In turn of both entries, pairs of the heads 8 i + 2 quad + {0, 1}.
+    terms = [s.weighted_relu(total[i], total[i + 1], weights[i // 4]) for i in range(0, 16, 2)]
+    return [s.quad_sums(terms[i::2]) for i in range(2)]
 
 
 def tile_scores(
@@ -229,49 +281,10 @@ def tile_scores(
     scales: KeyScales,
     entries: tuple[int, int],
     parameters: Word,
-    query: Parameters,
 ) -> list[Word]:
-    """Scores of a thread's two entries of a tile of 64, for one query, without the factor `scales.last`.
-
-    dots: of the tile; entries: their places in `scales`; parameters: address of the query's.
-    """
-
-    def slow():
-        quad = parameters + (lane.quad << 4)
-        columns = [
-            [x for half in range(2) for x in s.load_shared_4(quad, COLUMN_SCALES + 128 * g + 64 * half)]
-            for g in range(len(dots))
-        ]
-        return _terms(s, dots, [scales.slow(s, i) for i in entries], query.weights, columns)
-
-    def fast():
-        return _terms(s, dots, [scales.relative[i] for i in entries], query.weights, None)
-
-    terms = s.if_else(query.wide | scales.unusual, 8, slow, fast)
-    return [s.quad_sums(terms[i::2]) for i in range(2)]
-
-
-def _terms(
-    s: Program, dots: list[list[Word]], rows: list[list[Word]], weights: list[Word], columns: list[list[Word]] | None
-) -> list[Word]:
-    """The heads' terms of two entries in turn, pairs of bfloat16 of the thread's heads 8 i + 2 quad + {0, 1}.
-
-    dots: of `wait_dots`; rows: for both entries the factors of their groups; weights: four pairs; columns: for the
-    slow path, for each group the scales of the thread's eight heads. Without columns group 0 has no factor.
-    """
-    scaled = []
-    for i in range(16):
-        factors = rows[i // 2 % 2]
-        mine = [dot[i] for dot in dots]
-        if columns is None:
-            total = mine[0]
-        else:
-            mine = [s.times(x, column[i // 4 * 2 + i % 2]) for x, column in zip(mine, columns, strict=True)]
-            total, factors = s.times(mine[0], factors[0]), factors[1:]
-        for x, factor in zip(mine[1:], factors, strict=True):
-            total = s.times_plus(x, factor, total)
-        scaled.append(total)
-    return [s.weighted_relu(scaled[i], scaled[i + 1], weights[i // 4]) for i in range(0, 16, 2)]
+    """`add_groups` of all groups, then `head_sums`."""
+    slow = is_slow(s, parameters, scales)
+    return head_sums(s, lane, add_groups(s, lane, None, dots, 0, scales, entries, parameters, slow), parameters)
 
 
 def masked_max(s: Program, values: list[Word], positions: list[Word], visible: Word) -> Word:

@@ -124,23 +124,23 @@ class IndexerEmulator(Emulator):
         rows = [np.moveaxis(x, (1, 5, 2, 4, 3), (1, 2, 3, 4, 5)) for x in steps]
         return np.concatenate([x.reshape(x.shape[0], 64, -1) for x in rows], axis=2)[:, :, :columns]
 
-    def start_dots(self, a, codes):
+    def start_dots(self, a, codes, *, first=0, columns=32):
         groups = self.mask.reshape(-1, 128)
         assert (groups.all(1) | ~groups.any(1)).all(), "a warpgroup has diverged"
         address = int(codes[self.mask][0])
         assert address % 1024 == 0 and (codes[self.mask] == address).all()
-        lines = self.memory.view(np.uint8)[address : address + 4096].reshape(32, 8, 16)
-        b = np.stack([lines[n, np.arange(8) ^ n % 8].reshape(128) for n in range(32)])
+        lines = self.memory.view(np.uint8)[address : address + 128 * columns].reshape(columns, 8, 16)
+        b = np.stack([lines[n, np.arange(8) ^ n % 8].reshape(128) for n in range(columns)])
         b = b.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
         out = []
-        for g, registers in enumerate(a):
+        for g, registers in enumerate(a, first):
             words = [np.ascontiguousarray(x).view(np.uint8).reshape(-1, 4) for x in registers]
             keys = self._matrix([words], 32).astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
             with np.errstate(all="ignore"):
                 dots = (keys @ b[:, 32 * g : 32 * g + 32].T).astype(np.float32)  # warpgroup, row, head
-            parts = dots.reshape(-1, 4, 2, 8, 4, 4, 2)  # warpgroup, warp, half, row, i / 4, quad, odd
-            parts = np.moveaxis(parts, (3, 5, 4, 2, 6), (2, 3, 4, 5, 6)).reshape(self.threads, 16)
-            out.append([_bits(parts[:, i]) for i in range(16)])
+            parts = dots.reshape(-1, 4, 2, 8, columns // 8, 4, 2)  # warpgroup, warp, half, row, i / 4, quad, odd
+            parts = np.moveaxis(parts, (3, 5, 4, 2, 6), (2, 3, 4, 5, 6)).reshape(self.threads, columns // 2)
+            out.append([_bits(parts[:, i]) for i in range(columns // 2)])
         return out
 
     def wait_dots(self, dots, pending):
