@@ -39,7 +39,7 @@ def knobs(
     """What the tuner may vary for these arguments of `ops.block_maxima` or `ops.entry_scores`."""
     batch, tokens, _, half = q_values.shape
     if blocks is None:
-        choices: dict[str, Sequence[int]] = {"warpgroups": (2, 3), "stages": (2, 3, 4, 6)}
+        choices: dict[str, Sequence[int]] = {"warpgroups": (2, 3, 4), "stages": (2, 3, 4, 6)}
         if tokens > 8:
             choices["queries"] = (8, 16, 32)
         return _maxima_key(batch, tokens, pages.shape[1], 2 * half, block_size), choices
@@ -70,8 +70,8 @@ def maxima_plan(batch: int, tokens: int, table: int, width: int, block_size: int
         block_size=block_size,
         queries=queries,
         together=min(4, 1 << (queries - 1).bit_length()),
-        warpgroups=knob("indexer", key, "warpgroups", 2),
-        stages=knob("indexer", key, "stages", 6 if queries <= 16 else 3),
+        warpgroups=knob("indexer", key, "warpgroups", 3 if queries == 1 else 2),
+        stages=knob("indexer", key, "stages", 4 if queries == 1 else 6 if queries <= 16 else 3),
         blocks=MULTIPROCESSORS,
     )
 

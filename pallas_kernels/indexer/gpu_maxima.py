@@ -225,17 +225,13 @@ class BlockMaxima:
         return positions
 
     def _score_page(self, page: Word, physical: Word, slot: Word, first_query: Word, count: Word) -> None:
-        """Block maxima of a page for all queries of the tile.
-
-        While the products of one tile run, the scores of the one before are computed, and with a single query the
-        next operand too.
-        """
+        """Block maxima of a page for all queries of the tile: alone, or two at a time as columns of one product."""
         s, plan = self.s, self.plan
         keys = self._load_keys(slot)
-        tile = self._operand(keys, 0)
+        tiles = [self._operand(keys, 0)]
         if plan.queries == 1:
-            dots = s.start_dots(tile, self.codes)
-        second = self._operand(keys, 1)
+            products = _Products(s, tiles, self.codes, columns=32)
+        tiles.append(self._operand(keys, 1))
         scales = self._scales(slot)
         positions = self._positions(page, physical, scales)
 
@@ -243,32 +239,24 @@ class BlockMaxima:
             self._store_maxima(page, first_query, query, count, kept, scales.last, positions)
 
         if plan.queries == 1:
-            following = s.start_dots(second, self.codes)
-            zero = s.const(0)
-            sums = self._scores(zero, 0, s.wait_dots(dots, 1), scales)
-            store(zero, sums + self._scores(zero, 1, s.wait_dots(following, 0), scales))
+            store(s.const(0), self._scores(products, scales, [self.parameters])[0])
         else:
-            self._score_queries([tile, second], scales, store, count)
-
-    def _scores(self, i: Word, tile: int, dots, scales: gpu_scores.KeyScales) -> list[Word]:
-        """Of query i and the thread's two entries of a tile."""
-        entries, parameters = (2 * tile, 2 * tile + 1), self.parameters + i * PARAMETER_BYTES
-        return gpu_scores.tile_scores(self.s, self.lane, dots, scales, entries, parameters)
+            self._score_queries(tiles, scales, store, count)
 
     def _score_queries(self, tiles, scales: gpu_scores.KeyScales, store, count: Word) -> None:
-        """Two queries at a time, as columns of one product.
-
-        All lanes of a quad get the scores of every query. Each of them keeps those of one in `plan.together`, so that
-        masking, the maxima and storing are done once for them.
+        """All lanes of a quad get the scores of every query. Each of them keeps those of one in `plan.together`, so
+        that masking, the maxima and storing are done once for them.
         """
         s, together = self.s, self.plan.together
         own = self.lane.quad & (together - 1)
 
         def pair(i, *kept):
-            sums = self._pair_scores(tiles, scales, i, count)
-            for j in range(2):
+            products = _Products(s, tiles, self.codes + i * CODE_BYTES, columns=64)
+            # If there is no second query, its scores mean nothing and are not stored.
+            parameters = [self.parameters + x * PARAMETER_BYTES for x in (i, s.min(i + 1, count - 1))]
+            for j, scores in enumerate(self._scores(products, scales, parameters)):
                 mine = own == ((i + j) & (together - 1))
-                kept = [s.select(mine, a, b) for a, b in zip(sums[j], kept, strict=True)]
+                kept = [s.select(mine, a, b) for a, b in zip(scores, kept, strict=True)]
             last = i + 2 >= count
             with s.when(((i & (together - 1)) == together - 2) | last):
                 store(i - (i & (together - 1)) + own, kept)
@@ -276,41 +264,24 @@ class BlockMaxima:
 
         s.for_range(0, count, 2, [s.const(0)] * 4, pair)
 
-    def _pair_scores(self, tiles, scales: gpu_scores.KeyScales, i: Word, count: Word) -> list[list[Word]]:
-        """Of queries i and i + 1 and the thread's four entries; the second one's mean nothing if it is not there.
-
-        Products are started two halves of the groups ahead.
-        """
-        s, groups = self.s, self.plan.width // GROUP
-        half = max(groups // 2, 1)
-        steps = [(tile, first) for tile in range(2) for first in range(0, groups, half)]
-        parameters = [self.parameters + x * PARAMETER_BYTES for x in (i, s.min(i + 1, count - 1))]
+    def _scores(self, products: "_Products", scales: gpu_scores.KeyScales, parameters: list[Word]) -> list[list[Word]]:
+        """Of each query and the thread's four entries, without the factor `scales.last`."""
+        s, lane = self.s, self.lane
         slow = [gpu_scores.is_slow(s, x, scales) for x in parameters]
-        started = []
-
-        def start():
-            if len(started) < len(steps):
-                tile, first = steps[len(started)]
-                operand = tiles[tile][first : first + half]
-                started.append(s.start_dots(operand, self.codes + i * CODE_BYTES, first=first, columns=64))
-
-        start()
-        start()
-        sums, totals = [[], []], [None, None]
-        for k, (tile, first) in enumerate(steps):
-            dots = s.wait_dots(started[k], len(started) - k - 1)
-            entries = (2 * tile, 2 * tile + 1)
-            for j in range(2):
+        scores: list[list[Word]] = [[] for _ in parameters]
+        totals: list = [None] * len(parameters)
+        for tile, first, last in products.steps:
+            dots = products.wait()
+            for j, address in enumerate(parameters):
                 mine = [x[16 * j : 16 * j + 16] for x in dots]
-                totals[j] = gpu_scores.add_groups(
-                    s, self.lane, totals[j], mine, first, scales, entries, parameters[j], slow[j]
-                )
-            start()
-            if first + half == groups:
-                for j in range(2):
-                    sums[j] += gpu_scores.head_sums(s, self.lane, totals[j], parameters[j])
-                totals = [None, None]
-        return sums
+                entries = (2 * tile, 2 * tile + 1)
+                totals[j] = gpu_scores.add_groups(s, lane, totals[j], mine, first, scales, entries, address, slow[j])
+            products.start()
+            if last:
+                for j, address in enumerate(parameters):
+                    scores[j] += gpu_scores.head_sums(s, lane, totals[j], address)
+                    totals[j] = None
+        return scores
 
     def _store_maxima(self, page, first_query, query, count, sums, last, positions) -> None:
         """Writes the maxima of the warp's 32 entries for the query of each lane."""
@@ -358,3 +329,32 @@ class BlockMaxima:
             return ()
 
         s.for_range(self.block, num_queries * parts, plan.blocks, (), item)
+
+
+class _Products:
+    """Products of a page's two tiles with one or two queries, in halves of the groups, started two halves ahead.
+
+    tiles: may get its second member after the first two starts; codes: address of the queries' codes.
+    """
+
+    def __init__(self, s: Program, tiles: list[list[list[Word]]], codes: Word, *, columns: int):
+        self.s, self.tiles, self.codes, self.columns = s, tiles, codes, columns
+        groups = len(tiles[0])
+        self.half = max(groups // 2, 1)
+        # Tile, first group, whether these are the tile's last groups.
+        self.steps = [(t, g, g + self.half == groups) for t in range(2) for g in range(0, groups, self.half)]
+        self.started: list[list[list[Word]]] = []
+        self.waited = 0
+        for _ in range(groups // self.half):
+            self.start()
+
+    def start(self) -> None:
+        if len(self.started) < len(self.steps):
+            tile, first, _ = self.steps[len(self.started)]
+            operand = self.tiles[tile][first : first + self.half]
+            self.started.append(self.s.start_dots(operand, self.codes, first=first, columns=self.columns))
+
+    def wait(self) -> list[list[Word]]:
+        """Dots of the next step."""
+        self.waited += 1
+        return self.s.wait_dots(self.started[self.waited - 1], len(self.started) - self.waited)
