@@ -67,6 +67,19 @@ def as_bf16(values: jax.Array) -> jax.Array:
     return values.astype(jnp.float32).astype(jnp.bfloat16)
 
 
+def _group_max(x: jax.Array, group: int) -> jax.Array:
+    """The largest int32 of each group of lanes, on all of its lanes."""
+    parts = []
+    for first in range(0, x.shape[1], LANES):
+        part = x[:, first : first + LANES]
+        for step in range(group.bit_length() - 1):
+            part = jnp.maximum(part, pltpu.roll(part, LANES - (1 << step), 1))
+        # The first lane of a group has its maximum.
+        start = lanes(part.shape) & -group
+        parts.append(jnp.take_along_axis(part, start, axis=1, mode="promise_in_bounds"))
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+
 def _e4m3_codes(magnitude_bits: jax.Array) -> jax.Array:
     """Bits of float32 >= 0 -> E4M3 codes, to nearest even, saturating at 448; NaN 0x7F."""
     normal = ((magnitude_bits + 0x7FFFF + ((magnitude_bits >> 20) & 1)) >> 20) - (120 << 3)
@@ -105,12 +118,7 @@ def encode(name: str, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     if name == "mxfp4":
         magnitude = jnp.where(magnitude < (1 << 23), 0, magnitude)
     # Magnitudes order as integers, NaN above infinity.
-    amax = magnitude
-    distance = GROUPS[name] // 2
-    while distance:
-        amax = jnp.maximum(amax, swap_lanes(amax, distance))
-        distance //= 2
-    amax = jnp.maximum(amax, _FLOOR[name])
+    amax = jnp.maximum(_group_max(magnitude, GROUPS[name]), _FLOOR[name])
     if name == "kv_fp4":
         # A quotient that lies on a tie must not leave it by the rounding of the reciprocal: the last 8 bits go.
         ratio = bits_of(as_f32(amax) * (1 / 6.0))
