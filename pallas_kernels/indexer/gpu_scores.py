@@ -9,7 +9,7 @@ Keys stay in registers as the A operand, 16 rows (entries) a warp; the 32 heads 
 
 | operand | rows | columns |
 |---|---|---|
-| A, keys x 2^-6 | entries, in any assignment | channels, permuted as `group_bytes` says |
+| A, keys x 2^-6 | entries, in any assignment | channels of a group; lane q of a quad has bytes 2q, 2q + 1, 8 + 2q, 9 + 2q |
 | B, queries x 2^6 | heads, padded with zeros to 32 | the same channels |
 
 A query's scales: the four groups of a head are shifted against the head's largest scale, which fits E4M3 exactly while
@@ -58,11 +58,6 @@ class Lane:
         self.warp = self.thread >> 5
         self.row = self.lane >> 2
         self.quad = self.lane & 3
-
-
-def group_bytes(quad: int) -> tuple[int, ...]:
-    """Byte rows (of the 16 of a group) that a lane with this `quad` holds, in the order of the operand's channels."""
-    return (2 * quad, 2 * quad + 1, 8 + 2 * quad, 9 + 2 * quad)
 
 
 def expand(s: Program, word: Word) -> tuple[Word, Word]:
