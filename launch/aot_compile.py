@@ -16,6 +16,7 @@ import concurrent.futures
 import dataclasses
 import importlib.metadata
 import json
+import logging
 import sys
 from typing import Any
 
@@ -29,6 +30,8 @@ from launch.cli import new_flags, run
 from pallas_kernels import ahead_of_time
 from pallas_kernels.ahead_of_time import Compiled
 from pallas_kernels.registry import OPS, arg_specs
+
+_log = logging.getLogger(__name__)
 
 FLAGS = new_flags()
 _OP = flags.DEFINE_multi_enum(
@@ -70,9 +73,7 @@ def _compile(specs: dict[str, list[str]], topologies: list[str]) -> list[Compile
         results = []
         for job in jobs:
             results += job.result()
-            if _JOBS.value and not _JSON.value:
-                last = results[-1]
-                print(f"{last.op} for {last.topology}: done", file=sys.stderr)
+            _log.info("%s for %s: done", results[-1].op, results[-1].topology)
     return results
 
 
