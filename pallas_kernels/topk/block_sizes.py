@@ -69,14 +69,17 @@ def plans(rows: int, width: int, k: int, itemsize: int) -> tuple[Plan, Plan | No
 def _splits(rows: int, width: int, k: int) -> int:
     """Parts of a row, a power of two: at most one block a multiprocessor, each much longer than what it keeps."""
     splits = 1
-    while 2 * splits * rows <= MULTIPROCESSORS and width // (2 * splits) >= max(16384, 8 * k):
+    while 2 * splits * rows <= MULTIPROCESSORS and width // (2 * splits) >= max(16384, 16 * k):
         splits *= 2
     return splits
 
 
 def _cluster(splits: int, k: int) -> int:
-    """Parts that join their lists: at most 8 blocks make a cluster, and the first one's memory holds all lists."""
-    return min(splits, 8 if k <= 1024 else 4)
+    """Parts that join their lists: all, if the first block's memory holds the lists and a cluster may be so large.
+
+    Else there is a second launch in any case, and pairs keep the first one short.
+    """
+    return splits if splits <= (8 if k <= 1024 else 4) else 2
 
 
 def _busy(blocks: int) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_kernels.compat import gpu_problem
+from pallas_kernels.compat import gpu_problem, lowering_for
 from pallas_kernels.topk import block_sizes, ops, ref
 from pallas_kernels.topk.arg_specs import SPECS
 from pallas_kernels.topk.gpu_plan import Plan
@@ -178,6 +178,30 @@ def test_gpu_program_threads(threads):
     scores = cases.make("random", 6, 1, 9000, jnp.float32)
     ids, _ = _emulate(_small_plan(9000, jnp.float32, threads=threads), scores)
     cases.check(ids, scores, 50, None)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("k", [1, 8, 500, 512, 513, 1024, 1025, 2048])
+def test_gpu_plans_fit_the_device(k, itemsize):
+    for rows in (1, 3, 8, 33, 64, 66, 132, 384, 600, 4096):
+        for width in (8, 40, 4096, 4104, 16384, 16392, 33000, 131072, 1 << 20, block_sizes.MAX_WIDTH):
+            for plan in block_sizes.plans(rows, width, k, itemsize):
+                if plan is None:
+                    continue
+                assert plan.shared_words * 4 <= 227 * 1024
+                assert plan.capacity >= k + plan.piece and plan.capacity % plan.threads == 0
+                assert plan.capacity < 1 << 16 and plan.bins >= k and plan.share >= k and plan.slots >= k
+                assert plan.splits % plan.cluster == 0 and plan.part * plan.splits >= plan.width
+                assert plan.part % plan.per_vector == plan.width % plan.per_vector == 0
+
+
+@pytest.mark.skipif(gpu_problem() is not None, reason=str(gpu_problem()))
+@pytest.mark.parametrize("name", ["odd_width", "rows1_1m", "rows64_128k_k2048_bf16", "prefill_entries"])
+def test_gpu_kernel_lowers(name):
+    (spec,) = (s for s in SPECS if s.name == name)
+    arrays = spec.abstract()
+    with lowering_for("gpu", "NVIDIA H200", block_sizes.MULTIPROCESSORS):
+        jax.jit(spec.bind("gpu")).trace(arrays).lower(lowering_platforms=("cuda",))
 
 
 _no_gpu = gpu_problem() or (None if jax.default_backend() == "gpu" else "no CUDA device")
