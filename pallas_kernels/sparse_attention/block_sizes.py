@@ -10,7 +10,7 @@ from pallas_kernels.tuning import knob
 
 _PROCESSORS = 132  # of an H100 or H200
 # Microseconds of a block of 64 entries, of the combining kernel, and of it for each split of each query, on an H200.
-_BLOCK_US, _COMBINE_US, _COMBINE_SPLIT_US = 1.8, 1.5, 0.021
+_BLOCK_US, _COMBINE_US, _COMBINE_SPLIT_US = 2.8, 1.5, 0.021
 # Registers a thread of the softmax, the value and the gathering warpgroups, by the number of the latter and by whether
 # the softmax warpgroup has a quarter of the value columns or a half. All together may have 504 a lane of the
 # warpgroups when there are three of them, and 512 when there are four: one more hangs the device.
@@ -46,7 +46,7 @@ class Tuning:
 def tuning(width: int, *, splits: int, quarter: bool, gatherers: int, ctas: int = _PROCESSORS) -> Tuning:
     """What follows from the few free choices, see `Tuning`; `quarter` only where H is 512."""
     left = {64: 64, 128: 64, 256: 128, 512: 128 if quarter else 256}[width]
-    group = 1 if gatherers == 2 or width < 256 else 2
+    group = 2 if width == 512 and (gatherers == 1 or splits == 1) else 1
     registers = _REGISTERS[gatherers, quarter and width == 512]
     return Tuning(splits=splits, left_columns=left, gatherers=gatherers, group=group, registers=registers, ctas=ctas)
 

@@ -119,7 +119,8 @@ def index_loader(plan: Plan):
         thread = _thread()
         warp, lane = ptx.shr(thread, 5), ptx.and_(thread, 31)
         exists, first, count = _scalar(exists), _scalar(first), _scalar(count)
-        base = ptx.add(ptx.shared_address(tables), ptx.mul(_scalar(which), plan.table_words * 4))
+        words = ptx.shared_address(tables)
+        base = ptx.add(words, ptx.add(ptx.mul(_scalar(which), plan.table_words * 4), plan.tables_at * 4))
         # The other warpgroup may still be reading what is overwritten.
         ptx.barrier(ptx.const(_BARRIER), plan.threads)
         for i, value in enumerate(values):
@@ -127,7 +128,7 @@ def index_loader(plan: Plan):
             held = _compare("ult", ptx.add(thread, i * plan.threads), plan.blocks * BLOCK)
             _store_shared(ptx.add(base, ptx.mul(thread, 4)), value, (plan.indices_at + i * plan.threads) * 4, held)
             some = _ballot(_compare("sge", value, 0))
-            flag = ptx.add(base, ptx.mul(warp, 4))
+            flag = ptx.add(words, ptx.mul(warp, 4))
             _store_shared(flag, some, (plan.flags_at + plan.threads // 32 * i) * 4, predicate=_compare("eq", lane, 0))
         ptx.barrier(ptx.const(_BARRIER), plan.threads)
         # Each warp finds the same list; the first one writes it.
@@ -136,7 +137,7 @@ def index_loader(plan: Plan):
         for at in range(0, plan.blocks, 32):
             block = ptx.add(lane, at)
             inside = _compare("ult", block, count)
-            flags = ptx.add(base, ptx.mul(_select(inside, block, 0), 8))
+            flags = ptx.add(words, ptx.mul(_select(inside, block, 0), 8))
             either = ptx.or_(_load_shared(flags, plan.flags_at * 4), _load_shared(flags, plan.flags_at * 4 + 4))
             used = arith.andi(inside, _compare("ne", either, 0))
             mask = _ballot(used)
@@ -155,7 +156,8 @@ def index_loader(plan: Plan):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def close(ctx, tables):
         """Says that there is no second item, where there never is one."""
-        _store_shared(ptx.shared_address(tables), ptx.const(0), (plan.table_words + Table.COUNT) * 4)
+        word = plan.tables_at + plan.table_words + Table.COUNT
+        _store_shared(ptx.shared_address(tables), ptx.const(0), word * 4)
         ptx.barrier(ptx.const(_BARRIER), plan.threads)
 
     return load, publish, close
@@ -222,7 +224,7 @@ class _Sources:
         self.warp, self.row, self.piece = _lanes()
         self.pool = ptx.global_address(pool)
         self.window = ptx.global_address(rings)
-        self.tables = ptx.shared_address(tables)
+        self.words = ptx.shared_address(tables)
         base = ptx.shared_address(ring)
         self.units = ptx.add(base, ptx.mul(_thread(), 16))
         self.scales = ptx.add(base, plan.ring_groups * plan.group_bytes)
@@ -232,7 +234,7 @@ class _Sources:
         return ptx.add(self.scales, ptx.mul(slot, self.plan.scale_slot_bytes), ptx.mul(row, bytes_))
 
     def table(self, which):
-        return ptx.add(self.tables, ptx.mul(which, self.plan.table_words * 4))
+        return ptx.add(self.words, ptx.add(ptx.mul(which, self.plan.table_words * 4), self.plan.tables_at * 4))
 
     def index(self, table, block, tile):
         """Index of this thread's row in one of its tiles of an item's block."""
@@ -340,18 +342,10 @@ def producer(plan: Plan):
         return tuple(_to_state(x) for x in (*cursor.words(), ptx.const(0), ptx.const(0)))
 
     @plgpu.inline_mgpu(
-        arg_types=(
-            *refs,
-            plgpu.RefType(tile_transforms),
-            plgpu.RefType(),
-            SPLAT,
-            SPLAT,
-            SPLAT,
-            *(_PER_THREAD,) * (_Cursor.WORDS + 2),
-        ),
+        arg_types=(*refs, plgpu.RefType(tile_transforms), SPLAT, SPLAT, SPLAT, *(_PER_THREAD,) * (_Cursor.WORDS + 2)),
         return_type=state,
     )
-    def block(ctx, pool, rings, tables, ring, tiles, bias, which, place, tile_slot, *cursor):
+    def block(ctx, pool, rings, tables, ring, tiles, which, place, tile_slot, *cursor):
         sources = _Sources(plan, pool, rings, tables, ring)
         table = sources.table(_scalar(which))
         listed = ptx.add(table, ptx.mul(_scalar(place), 4))
@@ -385,9 +379,11 @@ def producer(plan: Plan):
         row_index = _load_shared(ptx.add(table, ptx.mul(row, 4)), plan.indices_at * 4)
         mask = _select(_compare("slt", row_index, 0), _NO_VALUE - (1 << 32), 0)
         _store_shared(
-            ptx.add(ptx.shared_address(bias), ptx.mul(thread, 4)), mask, predicate=_compare("ult", thread, BLOCK)
+            ptx.add(sources.words, ptx.mul(ptx.add(ptx.mul(_scalar(tile_slot), BLOCK), thread), 4)),
+            mask,
+            predicate=_compare("ult", thread, BLOCK),
         )
-        count = ptx.add(sources.tables, ptx.mul(_scalar(tile_slot), 4))
+        count = ptx.add(sources.words, ptx.mul(_scalar(tile_slot), 4))
         _store_shared(count, _load_shared(table, Table.COUNT * 4), plan.counts_at * 4, _compare("eq", thread, 0))
         *words, slot, scale_slot = (_from_state(x) for x in cursor)
         carried = [*_Cursor.from_words(words).values(), slot, scale_slot]

@@ -20,7 +20,7 @@ from pallas_kernels.sparse_attention.block_sizes import Tuning
 from pallas_kernels.sparse_attention.gpu_plan import BLOCK, HEADS, Shape, Table
 
 _NEVER = -1e30
-_ALPHA, _FINAL = 2, 3  # rows of `rows` behind the two tiles' masks
+_FACTORS = 2  # row behind the masks of the two tiles: rescaling factors, in the end the normalising ones
 _SLACK = 8.0  # powers of two by which probabilities may exceed 1
 _LOG2E = math.log2(math.e)
 _TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -41,6 +41,16 @@ def _over_columns(x, like):
 
 def _zeros(columns: int):
     return plgpu.layout_cast(jnp.zeros((HEADS, columns), jnp.float32), plgpu.Layout.WGMMA)
+
+
+def _read_row(s, row, layout):
+    """One of the rows of 64 float32 in the CTA's words."""
+    words = plgpu.load(s["words"].at[pl.ds(row * HEADS, HEADS)], layout=layout, optimized=False)
+    return lax.bitcast_convert_type(words, jnp.float32)
+
+
+def _write_row(s, row: int, value) -> None:
+    s["words"].at[pl.ds(row * HEADS, HEADS)][...] = lax.bitcast_convert_type(value, jnp.int32)
 
 
 def _value_products(accs, p, tiles):
@@ -182,8 +192,7 @@ class _Body:
             "q_tile": tiled((HEADS, width)),
             "tiles": tiled((2, BLOCK, width)),
             "p_tile": tiled((HEADS, BLOCK)),
-            "rows": plgpu.SMEM((4, HEADS), jnp.float32),
-            "tables": plgpu.SMEM((self.plan.tables_words,), jnp.int32),
+            "words": plgpu.SMEM((self.plan.words,), jnp.int32),
             "ring": plgpu.SMEM((self.plan.ring_bytes,), jnp.uint8),
             "q_full": barrier(),
             "q_empty": barrier(),
@@ -229,8 +238,8 @@ class _Body:
     def gather(self, cta, items, window, slot, window_index, pool, selected, s):
         load, publish, close = gpu_gather.index_loader(self.plan)
         start, block = gpu_gather.producer(self.plan)
-        tables = s["tables"]
-        sources = (pool, window, tables, s["ring"])
+        words = s["words"]
+        sources = (pool, window, words, s["ring"])
 
         def load_item(i):
             # Behind the last item the last one's indices are loaded once more, and not used.
@@ -242,7 +251,7 @@ class _Body:
             _, _, split = self.item(jnp.minimum(cta + i * self.ctas, self.items - 1))
             first = split * self.plan.blocks
             count = jnp.minimum(self.shape.blocks - first, self.plan.blocks)
-            publish(tables, lax.rem(i, 2), (i < items).astype(jnp.int32), first, count, *loaded)
+            publish(words, lax.rem(i, 2), (i < items).astype(jnp.int32), first, count, *loaded)
 
         first_item, second_item = jnp.int32(0), jnp.int32(1)
         loaded = load_item(first_item)
@@ -250,7 +259,7 @@ class _Body:
         publish_item(first_item, loaded)
         cursor = start(*sources)
         if self.plan.single:
-            close(tables)
+            close(words)
         else:
             publish_item(second_item, following)
 
@@ -266,13 +275,12 @@ class _Body:
                 def _():
                     plgpu.barrier_wait(s["empty"].at[place])
 
-                tile, mask = s["tiles"].at[place], s["rows"].at[place]
-                cursor = block(*sources, tile, mask, table, j, place, *cursor)
+                cursor = block(*sources, s["tiles"].at[place], table, j, place, *cursor)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(s["full"].at[place])
                 return cursor
 
-            count = tables[table * self.plan.table_words + Table.COUNT]
+            count = words[self.plan.tables_at + table * self.plan.table_words + Table.COUNT]
             cursor = lax.fori_loop(0, count, one_block, cursor)
             if not self.plan.single:
                 publish_item(i + 2, loaded)
@@ -282,11 +290,9 @@ class _Body:
 
     def blocks_of(self, done, s):
         """An item's number of blocks, known once its first tile is there; `done`: blocks before it."""
-        return s["tables"][self.plan.counts_at + lax.rem(done, 2)]
+        return s["words"][self.plan.counts_at + lax.rem(done, 2)]
 
     def softmax(self, cta, items, sink, rope, out, s):
-        rows = s["rows"]
-
         def one_item(i, done):
             query, head, split = self.item(cta + i * self.ctas)
             heads = pl.ds(head, HEADS)
@@ -297,12 +303,14 @@ class _Body:
             row = lambda value: plgpu.layout_cast(jnp.full((HEADS,), value, jnp.float32), _ROWS)  # noqa: E731
             init = ([_zeros(columns) for columns in self.left], row(_NEVER), row(0.0))
             accs, maximum, total = lax.fori_loop(0, count, step, init)
+            if self.right:
+                plgpu.barrier_wait(s["p_empty"])
             if self.tuning.splits == 1:
                 target = [out[0].at[query]]
                 sinks = plgpu.load(sink.at[heads], layout=_ROWS, optimized=False) * _LOG2E
                 factor = (1 / gpu_unpack.VALUE_SCALE) / (total + jnp.exp2(sinks - maximum))
                 if self.right:
-                    rows.at[_FINAL][...] = factor
+                    _write_row(s, _FACTORS, factor)
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(s["final"])
             else:
@@ -317,7 +325,7 @@ class _Body:
 
     def softmax_block(self, done, count, s, j, carried):
         accs, maximum, total = carried
-        rows, q = s["rows"], s["q_tile"]
+        q = s["q_tile"]
         place = lax.rem(done + j, 2)
 
         @pl.when(j >= 1)
@@ -325,7 +333,7 @@ class _Body:
             plgpu.barrier_wait(s["full"].at[place])
 
         tile = s["tiles"].at[place]
-        mask = plgpu.load(rows.at[place], layout=_COLUMNS, optimized=False)
+        mask = _read_row(s, place, _COLUMNS)
 
         def logits_product(ref):
             plgpu.wgmma(ref, q, tile.transpose((1, 0)))
@@ -346,12 +354,12 @@ class _Body:
         p_bf16 = p.astype(jnp.bfloat16)
         if self.right:
 
-            @pl.when(done + j >= 1)
+            @pl.when(j >= 1)
             def _():
                 plgpu.barrier_wait(s["p_empty"])
 
             s["p_tile"][...] = p_bf16
-            rows.at[_ALPHA][...] = alpha
+            _write_row(s, _FACTORS, alpha)
             plgpu.commit_smem()
             plgpu.barrier_arrive(s["p_full"])
         total = total * alpha + p.sum(axis=1)
@@ -362,8 +370,6 @@ class _Body:
         return accs, new_maximum, total
 
     def values(self, cta, items, q, rope, out, s):
-        rows = s["rows"]
-
         def load_q(i):
             query, head, _ = self.item(cta + i * self.ctas)
             plgpu.copy_gmem_to_smem(q.at[query, pl.ds(head, HEADS)], s["q_tile"], s["q_full"])
@@ -383,7 +389,7 @@ class _Body:
             def _():
                 plgpu.barrier_wait(s["p_full"])
 
-            alpha = plgpu.load(rows.at[_ALPHA], layout=_ROWS, optimized=False)
+            alpha = _read_row(s, _FACTORS, _ROWS)
             accs = [_rescale(acc.shape[1])(acc, alpha) for acc in accs]
             columns = zip(self.offsets[len(self.left) :], self.right, strict=True)
             tiles = [s["tiles"].at[place, :, pl.ds(at, width)] for at, width in columns]
@@ -406,17 +412,20 @@ class _Body:
                 step = functools.partial(one_block, done)
                 accs = lax.fori_loop(0, count, step, [_zeros(columns) for columns in self.right])
 
+            query, head, split = self.item(cta + i * self.ctas)
+            factor = None
+            if self.right and self.tuning.splits == 1:
+                plgpu.barrier_wait(s["final"])
+                factor = _read_row(s, _FACTORS, _ROWS)
+
+            # Behind that, so that the next item's factors come after these have been read.
             @pl.when(i + 1 < items)
             def _():
                 plgpu.barrier_wait(s["q_empty"])
                 load_q(i + 1)
 
             if self.right:
-                query, head, split = self.item(cta + i * self.ctas)
-                factor, target = None, out[0].at[query, split] if self.tuning.splits > 1 else out[0].at[query]
-                if self.tuning.splits == 1:
-                    plgpu.barrier_wait(s["final"])
-                    factor = plgpu.load(rows.at[_FINAL], layout=_ROWS, optimized=False)
+                target = out[0].at[query, split] if self.tuning.splits > 1 else out[0].at[query]
                 turn = None if rope is None else rope.at[query]
                 self.finish(accs, len(self.left), factor, turn, pl.ds(head, HEADS), target)
             return done + count

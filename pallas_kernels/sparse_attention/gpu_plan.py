@@ -8,6 +8,7 @@ from pallas_kernels.sparse_attention.block_sizes import Tuning
 BLOCK = 64  # entries of a tile
 HEADS = 64  # rows of a wgmma tile
 WARPGROUP = 128
+ROWS = 3  # of 64 float32: the masks of the two tiles, and factors of the heads
 SHARED_BYTES = 227 * 1024
 _ALIGNMENT = 1024  # of every array in shared memory
 
@@ -101,32 +102,36 @@ class Plan:
         return -(-(Table.ACTIVE + self.blocks) // 4) * 4
 
     @property
-    def flags_at(self) -> int:
-        """First word of its flags, one for 32 entries."""
+    def table_words(self) -> int:
         return self.indices_at + self.blocks * BLOCK
 
     @property
-    def table_words(self) -> int:
-        return self.flags_at + -(-self.load_rounds * self.threads // 128) * 4
+    def tables_at(self) -> int:
+        """First word of the tables in the words of a CTA, behind its rows."""
+        return ROWS * HEADS
+
+    @property
+    def flags_at(self) -> int:
+        """Behind the tables: whether there is an entry, one word for 32 of them, while a table is written."""
+        return self.tables_at + self.table_words + (Table.ACTIVE if self.single else self.table_words)
 
     @property
     def counts_at(self) -> int:
-        """Behind the tables: for each slot of tiles, how many blocks its item has."""
-        return self.table_words + (Table.ACTIVE if self.single else self.table_words)
+        """Behind the flags: for each slot of tiles, how many blocks its item has."""
+        return self.flags_at + self.load_rounds * self.threads // 32
 
     @property
-    def tables_words(self) -> int:
+    def words(self) -> int:
         return self.counts_at + 2
 
     @property
     def shared_bytes(self) -> int:
-        """All shared memory of a CTA: queries, two tiles, probabilities, rows of factors, tables, ring, barriers."""
+        """All shared memory of a CTA: queries, two tiles, probabilities, rows and tables, ring, barriers."""
         arrays = [
             HEADS * self.width * 2,
             2 * BLOCK * self.width * 2,
             HEADS * BLOCK * 2,
-            4 * HEADS * 4,
-            4 * self.tables_words,
+            4 * self.words,
             self.ring_bytes,
         ]
         barriers = 16 * 8

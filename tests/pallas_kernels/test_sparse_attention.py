@@ -136,12 +136,13 @@ def _run(args: dict, implementation: str) -> np.ndarray:
 
 
 def _assert_near(actual: np.ndarray, expected: np.ndarray):
-    """Rounded probabilities and two rounded outputs: 2^-7 of a query's largest value, and less in the mean."""
+    """Within 3 * 2^-8 of a query's largest value: the output is rounded twice to bfloat16, by up to 2^-8 each time, and
+    rounded probabilities come on top; much less in the mean."""
     assert actual.shape == expected.shape and np.isfinite(actual).all()
     if actual.size:
         size = np.abs(expected).max(axis=(-1, -2), keepdims=True) + 1e-30
         error = (actual - expected) / size
-        assert np.abs(error).max() < 2**-7
+        assert np.abs(error).max() < 3 * 2**-8
         assert np.sqrt((error**2).mean()) < 2**-9
 
 
