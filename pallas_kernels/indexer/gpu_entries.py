@@ -12,7 +12,7 @@ from typing import Any
 from pallas_kernels.indexer import gpu_scores
 from pallas_kernels.indexer.gpu_program import Program
 from pallas_kernels.indexer.gpu_scores import GROUP, Lane, Queries
-from pallas_kernels.indexer.plans import CODE_BYTES, EntriesPlan
+from pallas_kernels.indexer.plans import CODE_BYTES, PARAMETER_BYTES, EntriesPlan
 from pallas_kernels.page_layout import PAGE_ENTRIES
 from pallas_kernels.simt import Flag, Word
 
@@ -32,6 +32,7 @@ class EntryScores:
         self.s, self.plan, self.queries = s, plan, queries
         self.codes = s.shared(shared)  # at a 1,024-byte boundary
         self.parameters = self.codes + CODE_BYTES
+        self.ones = self.parameters + PARAMETER_BYTES
         self.lane = Lane(s)
         self.warpgroup = s.thread() >> 7
         self.query = s.block() // plan.splits
@@ -43,6 +44,7 @@ class EntryScores:
 
     def run(self) -> None:
         s, plan = self.s, self.plan
+        gpu_scores.write_ones(s, s.thread(), self.ones)
         with s.when(self.warpgroup == 0):
             raw = gpu_scores.load_query(s, self.queries, self.query)
             gpu_scores.write_query(s, raw, self.codes, self.parameters)
@@ -70,13 +72,15 @@ class EntryScores:
             [x[k] for k in range(2) for x in loaded],
             [[(k * len(words) + g, byte) for g in groups] for k in range(2) for byte in range(4)],
         )
-        sums = []
+        terms = []
         for k in range(2):
             operand = self._operand([[x[k] for x in rows] for rows in words])
             for tile in range(2):
                 entries = (4 * k + 2 * tile, 4 * k + 2 * tile + 1)
-                dots = s.wait_dots(s.start_dots(operand[tile], self.codes), 0)
-                sums.append(gpu_scores.tile_scores(s, lane, dots, scales, entries, self.parameters))
+                terms.append(
+                    gpu_scores.tile_terms(s, lane, operand[tile], scales, entries, self.codes, self.parameters)
+                )
+        sums = s.row_sums(terms, self.ones)
         self._store(first, sums, scales, places)
 
     def _place(self, output: Word) -> tuple[Any, Word]:

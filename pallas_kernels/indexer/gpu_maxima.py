@@ -28,6 +28,7 @@ class BlockMaxima:
         self.s, self.plan, self.queries, self.pool, self.pages, self.out = s, plan, queries, pool, pages, out
         self.codes = s.shared(shared)  # at a 1,024-byte boundary
         self.parameters = self.codes + plan.parameter_offset
+        self.ones = self.codes + plan.ones_offset
         self.starts = self.codes + plan.starts_offset
         self.thread, self.block = s.thread(), s.block()
         self.warpgroup = self.thread >> 7
@@ -36,6 +37,8 @@ class BlockMaxima:
 
     def run(self) -> None:
         s = self.s
+        gpu_scores.write_ones(s, self.thread, self.ones)
+        s.shared_to_async()
         with s.when(self.thread < 32):
             self._count_pages()
         s.barrier()
@@ -226,22 +229,22 @@ class BlockMaxima:
 
     def _score_page(self, page: Word, physical: Word, slot: Word, first_query: Word, count: Word) -> None:
         """Block maxima of a page for all queries of the tile: alone, or two at a time as columns of one product."""
-        s, plan = self.s, self.plan
+        s, lane = self.s, self.lane
         keys = self._load_keys(slot)
-        tiles = [self._operand(keys, 0)]
-        if plan.queries == 1:
-            products = _Products(s, tiles, self.codes, columns=32)
-        tiles.append(self._operand(keys, 1))
-        scales = self._scales(slot)
+        tiles, scales = [self._operand(keys, tile) for tile in range(2)], self._scales(slot)
         positions = self._positions(page, physical, scales)
 
         def store(query, kept):
             self._store_maxima(page, first_query, query, count, kept, scales.last, positions)
 
-        if plan.queries == 1:
-            store(s.const(0), self._scores(products, scales, [self.parameters])[0])
-        else:
+        if self.plan.queries > 1:
             self._score_queries(tiles, scales, store, count)
+            return
+        terms = [
+            gpu_scores.tile_terms(s, lane, tiles[u], scales, (2 * u, 2 * u + 1), self.codes, self.parameters)
+            for u in range(2)
+        ]
+        store(s.const(0), [x for sums in s.row_sums(terms, self.ones) for x in sums])
 
     def _score_queries(self, tiles, scales: gpu_scores.KeyScales, store, count: Word) -> None:
         """All lanes of a quad get the scores of every query. Each of them keeps those of one in `plan.together`, so
@@ -251,7 +254,7 @@ class BlockMaxima:
         own = self.lane.quad & (together - 1)
 
         def pair(i, *kept):
-            products = _Products(s, tiles, self.codes + i * CODE_BYTES, columns=64)
+            products = _Products(s, tiles, self.codes + i * CODE_BYTES)
             # If there is no second query, its scores mean nothing and are not stored.
             parameters = [self.parameters + x * PARAMETER_BYTES for x in (i, s.min(i + 1, count - 1))]
             for j, scores in enumerate(self._scores(products, scales, parameters)):
@@ -268,7 +271,7 @@ class BlockMaxima:
         """Of each query and the thread's four entries, without the factor `scales.last`."""
         s, lane = self.s, self.lane
         slow = [gpu_scores.is_slow(s, x, scales) for x in parameters]
-        scores: list[list[Word]] = [[] for _ in parameters]
+        terms: list[list[list[Word]]] = [[] for _ in parameters]
         totals: list = [None] * len(parameters)
         for tile, first, last in products.steps:
             dots = products.wait()
@@ -279,9 +282,10 @@ class BlockMaxima:
             products.start()
             if last:
                 for j, address in enumerate(parameters):
-                    scores[j] += gpu_scores.head_sums(s, lane, totals[j], address)
+                    terms[j].append(gpu_scores.head_terms(s, lane, totals[j], address))
                     totals[j] = None
-        return scores
+        sums = s.row_sums([x for query in terms for x in query], self.ones)
+        return [[x for pair in sums[2 * j : 2 * j + 2] for x in pair] for j in range(len(parameters))]
 
     def _store_maxima(self, page, first_query, query, count, sums, last, positions) -> None:
         """Writes the maxima of the warp's 32 entries for the query of each lane."""
@@ -332,27 +336,27 @@ class BlockMaxima:
 
 
 class _Products:
-    """Products of a page's two tiles with one or two queries, in halves of the groups, started two halves ahead.
+    """Products of a page's two tiles with two queries, in halves of the groups, started two halves ahead.
 
-    tiles: may get its second member after the first two starts; codes: address of the queries' codes.
+    The tiles' registers must live until all products have been waited for.
     """
 
-    def __init__(self, s: Program, tiles: list[list[list[Word]]], codes: Word, *, columns: int):
-        self.s, self.tiles, self.codes, self.columns = s, tiles, codes, columns
+    def __init__(self, s: Program, tiles: list[list[list[Word]]], codes: Word):
+        self.s, self.tiles, self.codes = s, tiles, codes
         groups = len(tiles[0])
         self.half = max(groups // 2, 1)
         # Tile, first group, whether these are the tile's last groups.
         self.steps = [(t, g, g + self.half == groups) for t in range(2) for g in range(0, groups, self.half)]
         self.started: list[list[list[Word]]] = []
         self.waited = 0
-        for _ in range(groups // self.half):
+        for _ in range(2):
             self.start()
 
     def start(self) -> None:
         if len(self.started) < len(self.steps):
             tile, first, _ = self.steps[len(self.started)]
             operand = self.tiles[tile][first : first + self.half]
-            self.started.append(self.s.start_dots(operand, self.codes, first=first, columns=self.columns))
+            self.started.append(self.s.start_dots(operand, self.codes, first=first, columns=64))
 
     def wait(self) -> list[list[Word]]:
         """Dots of the next step."""

@@ -46,10 +46,6 @@ class Program(Simt):
         """float32 a * b."""
         return _word("mul.rn.f32 $0, $1, $2;", a, b)
 
-    def plus(self, a: Word, b: Word) -> Word:
-        """float32 a + b."""
-        return _word("add.rn.f32 $0, $1, $2;", a, b)
-
     def times_plus(self, a: Word, b: Word, c: Word) -> Word:
         """float32 a * b + c, rounded once."""
         return _word("fma.rn.f32 $0, $1, $2, $3;", a, b, c)
@@ -132,15 +128,27 @@ class Program(Simt):
         words = iter([Word(llvm.extractvalue(ptx.i32(), out, [i])) for i in range(count)])
         return [[next(words) for _ in group] for group in dots]
 
-    def quad_sums(self, terms: Sequence[Word]) -> Word:
-        """float32 sum of all bfloat16 in some words of the four lanes of a quad, the same in all four."""
-        parts = [x for word in terms for x in (word << 16, word & 0xFFFF0000)]
-        while len(parts) > 1:
-            parts = [self.plus(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
-        total = parts[0]
-        for mask in (1, 2):
-            total = self.plus(total, self.exchange(total, mask))
-        return total
+    def row_sums(self, tiles: Sequence[Sequence[Word]], ones: Word) -> list[list[Word]]:
+        """For each tile of 64 rows and 32 columns of bfloat16 the float32 sums of the thread's two rows.
+
+        tiles: for each tile eight registers, columns as in `start_dots`; ones: address of 256 bytes of bfloat16 ones.
+        Waits for the result, and for all products started before.
+        """
+        count = len(tiles)
+        lines = ["{.reg .pred p, q;", "setp.ne.b32 p, 0, 0;", "setp.ne.b32 q, 1, 0;", "wgmma.fence.sync.aligned;"]
+        for half, more in ((0, "p"), (4, "q")):
+            for i in range(count):
+                acc = ",".join(f"${4 * i + j}" for j in range(4))
+                regs = ",".join(f"${4 * count + 8 * i + half + j}" for j in range(4))
+                operands = f"{{{acc}}}, {{{regs}}}, ${12 * count}, {more}, 1, 1, 0"
+                lines.append(f"wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {operands};")
+        lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;", "}"]
+        words = [x.value for registers in tiles for x in registers]
+        # Two matrices of 8 rows of 16 bytes, 128 bytes apart, without swizzle.
+        low, high = ((ones >> 4) & 0x3FFF) | (8 << 16), self.const(16)
+        descriptor = ptx.asm("mov.b64 $0, {$1,$2};", low.value, high.value, type=ptx.i64())
+        out = _together("\n".join(lines), *words, descriptor, results=4 * count, kind=ptx.i32())
+        return [[Word(out[4 * i]), Word(out[4 * i + 2])] for i in range(count)]
 
     # Memory
 

@@ -2,14 +2,14 @@
 
 MXFP4 codes are exact E4M3 values, and the products of one scale group (32 channels, one FP8 `wgmma` step) add up
 exactly in the tensor core. So a dot product is the sum of its groups' exact dots times powers of two, in float32, group
-0 first; no other order of summation occurs, whatever the tile shapes. The heads' terms are summed in one fixed order.
-A product with ones would do, but feeding registers to the tensor core costs more than the additions.
+0 first; no other order of summation occurs, whatever the tile shapes. The heads' terms are summed by a product with
+ones.
 
 Keys stay in registers as the A operand, 16 rows (entries) a warp; the 32 heads of a query are the columns of B:
 
 | operand | rows | columns |
 |---|---|---|
-| A, keys x 2^-6 | entries, in any assignment | channels of a group; lane q of a quad has bytes 2q, 2q + 1, 8 + 2q, 9 + 2q |
+| A, keys x 2^-6 | entries, in any assignment | of a group, bytes 2q, 2q + 1, 8 + 2q, 9 + 2q in lane q of a quad |
 | B, queries x 2^6 | heads, padded with zeros to 32 | the same channels |
 
 A query's scales: the four groups of a head are shifted against the head's largest scale, which fits E4M3 exactly while
@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from pallas_kernels.indexer.gpu_program import Program
+from pallas_kernels.indexer.plans import ONES_BYTES
 from pallas_kernels.simt import Flag, Word
 
 GROUP = 32  # channels with one scale
@@ -199,6 +200,12 @@ def key_scales(s: Program, words: list[Word], entries: list[list[tuple[int, int]
     return KeyScales(scales, relative, last, unusual, nans)
 
 
+def write_ones(s: Program, thread: Word, ones: Word) -> None:
+    """The threads of a block fill `ONES_BYTES` for `row_sums`; `shared_to_async` and a barrier must follow."""
+    with s.when(thread < ONES_BYTES // 4):
+        s.store_shared(ones + (thread << 2), 0x3F803F80)
+
+
 def load_visible(s: Program, parameters: Word) -> Word:
     return s.load_shared(parameters, VISIBLE)
 
@@ -261,25 +268,25 @@ def _accumulate(s: Program, total, dots, rows, columns) -> list[Word]:
     return sums
 
 
-def head_sums(s: Program, lane: Lane, total: list[Word], parameters: Word) -> list[Word]:
-    """Scores of a thread's two entries of a tile for one query from their dots, without the factor `scales.last`."""
+def head_terms(s: Program, lane: Lane, total: list[Word], parameters: Word) -> list[Word]:
+    """The heads' terms of a thread's two entries of a tile, from their dots with a query, for `row_sums`."""
     weights = s.load_shared_4(parameters + (lane.quad << 4), WEIGHTS)
-    # In turn of both entries, pairs of the heads 8 i + 2 quad + {0, 1}.
-    terms = [s.weighted_relu(total[i], total[i + 1], weights[i // 4]) for i in range(0, 16, 2)]
-    return [s.quad_sums(terms[i::2]) for i in range(2)]
+    return [s.weighted_relu(total[i], total[i + 1], weights[i // 4]) for i in range(0, 16, 2)]
 
 
-def tile_scores(
+def tile_terms(
     s: Program,
     lane: Lane,
-    dots: list[list[Word]],
+    a: list[list[Word]],
     scales: KeyScales,
     entries: tuple[int, int],
+    codes: Word,
     parameters: Word,
 ) -> list[Word]:
-    """`add_groups` of all groups, then `head_sums`."""
+    """`head_terms` of one query for a tile's operand; entries: as in `add_groups`."""
     slow = is_slow(s, parameters, scales)
-    return head_sums(s, lane, add_groups(s, lane, None, dots, 0, scales, entries, parameters, slow), parameters)
+    dots = s.wait_dots(s.start_dots(a, codes), 0)
+    return head_terms(s, lane, add_groups(s, lane, None, dots, 0, scales, entries, parameters, slow), parameters)
 
 
 def masked_max(s: Program, values: list[Word], positions: list[Word], visible: Word) -> Word:

@@ -7,6 +7,8 @@ from pallas_kernels.page_layout import PAGE_ENTRIES, IndexPageLayout
 # A prepared query in shared memory: 32 rows of 128 bytes of codes, and its parameters.
 CODE_BYTES = 4096
 PARAMETER_BYTES = 608
+# Ones in bfloat16, an operand that sums over the heads.
+ONES_BYTES = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,8 +67,12 @@ class MaximaPlan:
         return self.ring_offset + self.warpgroups * self.ring_bytes
 
     @property
-    def starts_offset(self) -> int:
+    def ones_offset(self) -> int:
         return self.parameter_offset + self.queries * PARAMETER_BYTES
+
+    @property
+    def starts_offset(self) -> int:
+        return self.ones_offset + ONES_BYTES
 
     @property
     def shared_bytes(self) -> int:
@@ -117,4 +123,4 @@ class EntriesPlan:
 
     @property
     def shared_bytes(self) -> int:
-        return CODE_BYTES + PARAMETER_BYTES
+        return CODE_BYTES + PARAMETER_BYTES + ONES_BYTES

@@ -8,7 +8,6 @@ import numpy as np
 from pallas_kernels.indexer import block_sizes
 from pallas_kernels.indexer.gpu_entries import EntryScores
 from pallas_kernels.indexer.gpu_maxima import BlockMaxima
-from pallas_kernels.indexer.gpu_program import Program
 from pallas_kernels.indexer.gpu_scores import Queries
 from tests.pallas_kernels.simt_emulator import Emulator
 
@@ -147,12 +146,21 @@ class IndexerEmulator(Emulator):
         del pending
         return dots
 
-    def plus(self, a, b):
-        with np.errstate(all="ignore"):
-            return _bits(_f32(a) + _f32(b))
-
-    def quad_sums(self, terms):
-        return Program.quad_sums(self, terms)
+    def row_sums(self, tiles, ones):
+        address = int(ones[self.mask][0])
+        assert (self.memory[address // 4 : address // 4 + 64] == 0x3F803F80).all()
+        out = []
+        for registers in tiles:
+            steps = [
+                [np.ascontiguousarray(x).view(np.uint8).reshape(-1, 4) for x in registers[h : h + 4]] for h in (0, 4)
+            ]
+            terms = self._matrix(steps, 64).astype(np.uint8)
+            with np.errstate(all="ignore"):
+                terms = np.ascontiguousarray(terms).view(ml_dtypes.bfloat16).astype(np.float32)
+                sums = terms.astype(np.float64).sum(axis=2).astype(np.float32) + np.float32(0)
+            halves = np.moveaxis(sums.reshape(-1, 4, 2, 8), 2, 3).reshape(-1, 2)  # row of a warp, half
+            out.append([_bits(np.repeat(halves[:, i], 4)) for i in range(2)])
+        return out
 
     # Memory
 
