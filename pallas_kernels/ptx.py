@@ -201,28 +201,17 @@ def store_shared(address: Value, *words: Value, displacement: int = 0) -> None:
     utils.inline_ptx(f"st.shared{kind}.b32 [$0+{displacement}], {values};", address, *words)
 
 
-def store_global(address: Value, *words: Value, displacement: int = 0, once: bool = False) -> None:
-    """1, 2 or 4 words; `once`: the L2 cache evicts them before others."""
+def store_global(address: Value, *words: Value, displacement: int = 0) -> None:
+    """1, 2 or 4 words."""
     kind = {1: "", 2: ".v2", 4: ".v4"}[len(words)]
     values = ",".join(f"${i + 1}" for i in range(len(words)))
     values = values if len(words) == 1 else f"{{{values}}}"
-    kind = f".cs{kind}" if once else kind
     utils.inline_ptx(f"st.global{kind}.b32 [$0+{displacement}], {values};", address, *words)
 
 
-def copy_16_bytes_async(shared: Value, address: Value, size: Value, displacement: int = 0, once: bool = False) -> None:
-    """cp.async of `size` (0 or 16) bytes from global to shared memory; what is not copied becomes zero.
-
-    `once`: the L2 cache evicts the source before others.
-    """
-    if once:
-        text = (
-            "{.reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0; "
-            f"cp.async.cg.shared.global.L2::cache_hint.L2::128B [$0+{displacement}], [$1], 16, $2, policy;}}"
-        )
-    else:
-        text = f"cp.async.cg.shared.global.L2::128B [$0+{displacement}], [$1], 16, $2;"
-    utils.inline_ptx(text, shared, address, size)
+def copy_16_bytes_async(shared: Value, address: Value, size: Value, displacement: int = 0) -> None:
+    """cp.async of `size` (0 or 16) bytes from global to shared memory; what is not copied becomes zero."""
+    utils.inline_ptx(f"cp.async.cg.shared.global.L2::128B [$0+{displacement}], [$1], 16, $2;", shared, address, size)
 
 
 def commit_copies() -> None:
@@ -285,23 +274,3 @@ def load_global(address: Value, words: int = 1, type: ir.Type | None = None):
     out = ",".join(f"${i}" for i in range(words))
     out = out if words == 1 else f"{{{out}}}"
     return asm(f"ld.global{kind}.b32 {out}, [${words}];", address, results=words, type=type, side_effects=True)
-
-
-def add_release(address: Value) -> None:
-    """Adds one to a word of global memory; who acquires the sum sees what this thread saw before."""
-    utils.inline_ptx("red.release.gpu.global.add.u32 [$0], 1;", address)
-
-
-def fetch_add(address: Value, condition: Value) -> Value:
-    """Adds one to a word of global memory where the i1 holds and returns what it was, elsewhere 0."""
-    text = "{.reg .pred p; setp.ne.u32 p, $2, 0; mov.u32 $0, 0; @p atom.global.add.u32 $0, [$1], 1;}"
-    return asm(text, address, arith.extui(i32(), condition), side_effects=True)
-
-
-def wait_for(address: Value, value: int) -> None:
-    """Until a word of global memory is at least this; then sees what was written before it was."""
-    text = (
-        "{.reg .pred p; .reg .u32 v; AGAIN: ld.acquire.gpu.global.u32 v, [$0]; setp.ge.u32 p, v, $1; @p bra DONE; "
-        "nanosleep.u32 40; bra AGAIN; DONE: }"
-    )
-    utils.inline_ptx(text, address, const(value))

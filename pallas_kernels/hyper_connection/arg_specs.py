@@ -55,6 +55,6 @@ SPECS = (
     _spec("t1", 1, 5120, "bench"),
     _spec("t8", 8, 5120, "bench", "aot"),
     _spec("t64", 64, 5120, "bench", "aot"),
-    _spec("t512", 512, 5120, "bench"),
-    _spec("t4096", 4096, 5120, "bench", "aot"),
+    _spec("t512", 512, 5120, "bench", "tune"),
+    _spec("t4096", 4096, 5120, "bench", "tune", "aot"),
 )

@@ -7,55 +7,61 @@ from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic.gpu import utils
 
 from pallas_kernels import ptx
-from pallas_kernels.hyper_connection.block_sizes import COLUMNS, STREAMS, TOKENS
-from pallas_kernels.hyper_connection.gpu_tiles import MIX, SUMS
+from pallas_kernels.hyper_connection.block_sizes import MIX, STREAMS, SUMS, TOKENS, Plan
 
-_THREADS = 128
+_THREADS = 128  # of a warpgroup
 _WARPS = 4
 _PITCH = 28  # words of a token's sums of a quarter of the chunks: the mixes, then squares of the streams and of u
 _LOG2E = math.log2(math.e)
 
 
+_TOKEN_BYTES = _WARPS * _PITCH * 4
+
+
 def shared_bytes(tokens: int) -> int:
     """For `tokens` tokens a block."""
-    return tokens * _WARPS * _PITCH * 4
+    return tokens * _TOKEN_BYTES
 
 
-def finish_tokens_of_block(refs, block, tokens, num_tokens: int, dim: int, iters: int, norm_eps, hc_eps) -> None:
-    """x and the coefficients of a block's tokens.
+def finish_block(refs, block, plan: Plan, *, iters: int, norm_eps: float, hc_eps: float) -> None:
+    """x in place of u, and the coefficients, of a block's tokens.
 
     Args:
-      refs: GMEM u, sums, scale, base, gain, x, pre, post, comb; SMEM of `shared_bytes(tokens)`.
-      block: i32.
-      tokens: tokens a block: 1 or a multiple of 4.
-      num_tokens, dim, iters, norm_eps, hc_eps: as in `ops.residual_step`.
+      refs: GMEM sums, scale, base, gain, x, which holds u, pre, post, comb; SMEM of `shared_bytes(plan.finish_tokens)`.
+      block: i32. The first block takes the last tokens, whose u is more likely to be in the cache.
+      plan: see `Plan`.
+      iters, norm_eps, hc_eps: as in `ops.residual_step`.
     """
-    u, sums, scale, base, gain, x, pre, post, comb = (ptx.global_address(r) for r in refs[:-1])
+    sums, scale, base, gain, x, pre, post, comb = (ptx.global_address(r) for r in refs[:-1])
     shared = ptx.shared_address(refs[-1])
+    tokens, num_tokens, dim = plan.finish_tokens, plan.num_tokens, plan.dim
     thread = utils.thread_idx()
-    first = ptx.mul(block, tokens)
-    rows = _Rows(thread, u, x, dim, num_tokens)
-    gains = rows.load_row(gain)
-    ahead = rows.load(first)
-    _add_chunks(thread, sums, shared, first, tokens, num_tokens, dim)
+    first = ptx.mul(ptx.sub(ptx.const(plan.finish_blocks - 1), block), tokens)
+    rows = _Rows(thread, x, dim, num_tokens)
+    words = rows.load(first)
+    gains = rows.load_gains(gain)
+    _add_chunks(thread, sums, shared, first, plan)
     utils.warpgroup_barrier()
 
-    @utils.fori(ptx.const(tokens), [w for piece in ahead for w in piece])
-    def _(i, words):
+    def normalise(i, words) -> None:
         token = ptx.add(first, i)
-        following = rows.load(ptx.add(token, 1)) if tokens > 1 else ahead
-        square = _total(ptx.add(shared, ptx.mul(i, _WARPS * _PITCH * 4)), MIX + 1)
-        with utils.when(ptx.less(token, num_tokens)):
+        square = _total(ptx.add(shared, ptx.mul(i, _TOKEN_BYTES)), (MIX + 1) * 4)
+        with ptx.when(ptx.less(token, num_tokens)):
             rows.normalise(token, words, gains, _inverse_rms(square, dim, norm_eps))
-        return [w for piece in following for w in piece]
 
-    mine = ptx.add(first, thread)
-    with utils.when(arith.andi(ptx.less(thread, tokens), ptx.less(mine, num_tokens))):
-        quarters = ptx.add(shared, ptx.mul(thread, _WARPS * _PITCH * 4))
-        inverse = _inverse_rms(_total(quarters, MIX), STREAMS * dim, norm_eps)
+    @utils.fori(ptx.const(tokens - 1), [w for piece in words for w in piece])
+    def others(i, words):
+        ahead = rows.load(ptx.add(first, i, 1))
+        normalise(i, [words[p : p + 4] for p in range(0, len(words), 4)])
+        return [w for piece in ahead for w in piece]
+
+    normalise(ptx.const(tokens - 1), [list(others.results)[p : p + 4] for p in range(0, 4 * len(words), 4)])
+    token = ptx.add(first, thread)
+    with ptx.when(arith.andi(ptx.less(thread, tokens), ptx.less(token, num_tokens))):
+        quarters = ptx.add(shared, ptx.mul(thread, _TOKEN_BYTES))
+        inverse = _inverse_rms(_total(quarters, MIX * 4), STREAMS * dim, norm_eps)
         mixes = [ptx.mul_f32(m, inverse) for m in _mixes(quarters)]
-        outs = (pre, post, comb)
-        _coefficients(mixes, scale, base, outs, mine, iters, hc_eps)
+        _coefficients(mixes, scale, base, (pre, post, comb), token, iters, hc_eps)
 
 
 def _unary(instruction: str, x):
@@ -67,9 +73,9 @@ def _inverse_rms(square, count: int, eps: float):
     return _unary("rsqrt.approx.f32", ptx.add_f32(mean, ptx.const_f32(eps)))
 
 
-def _add_chunks(thread, sums, shared, first, tokens: int, num_tokens: int, dim: int) -> None:
-    """Adds the sums of the column chunks in four quarters: chunk c belongs to quarter c mod 4, whatever `tokens` is."""
-    chunks = dim // COLUMNS
+def _add_chunks(thread, sums, shared, first, plan: Plan) -> None:
+    """Adds the sums of the chunks in four quarters, chunk c in quarter c mod 4, however many tokens a block has."""
+    tokens, num_tokens, chunks = plan.finish_tokens, plan.num_tokens, plan.chunks
     warp, lane = ptx.shr(thread, 5), ptx.and_(thread, 31)
 
     def add(index, quarter_of):
@@ -83,8 +89,8 @@ def _add_chunks(thread, sums, shared, first, tokens: int, num_tokens: int, dim: 
         tile = ptx.shr(token, 4)
         source = ptx.row_address(sums, ptx.mul(tile, chunks), SUMS * 4)
         source = ptx.offset(source, ptx.mul(word, 4))
-        to = ptx.add(shared, ptx.mul(index, _WARPS * _PITCH * 4), ptx.mul(lane, 4))
-        with utils.when(arith.andi(ptx.less(lane, MIX + 2), ptx.less(token, num_tokens))):
+        to = ptx.add(shared, ptx.mul(index, _TOKEN_BYTES), ptx.mul(lane, 4))
+        with ptx.when(arith.andi(ptx.less(lane, MIX + 2), ptx.less(token, num_tokens))):
             quarter_of(source, to)
 
     def quarter(source, to, start, last: int) -> None:
@@ -94,7 +100,7 @@ def _add_chunks(thread, sums, shared, first, tokens: int, num_tokens: int, dim: 
             at = start if c == 0 else ptx.add(start, c)
             inside = ptx.less(at, chunks)
             at = ptx.offset(source, ptx.mul(arith.select(inside, at, ptx.const(0)), SUMS * 4))
-            part = ptx.asm("ld.global.nc.f32 $0, [$1];", at, type=ptx.f32(), side_effects=True)
+            part = ptx.as_f32(ptx.load_word(at))
             total = ptx.add_f32(total, arith.select(inside, part, ptx.const_f32(0.0)))
         ptx.store_shared(ptx.add(to, ptx.mul(start, _PITCH * 4)), total)
 
@@ -116,8 +122,8 @@ def _sum_quarters(parts):
     return ptx.add_f32(ptx.add_f32(parts[0], parts[1]), ptx.add_f32(parts[2], parts[3]))
 
 
-def _total(quarters, word: int):
-    parts = [ptx.load_shared(quarters, (q * _PITCH + word) * 4, type=ptx.f32()) for q in range(_WARPS)]
+def _total(quarters, displacement: int):
+    parts = [ptx.load_shared(quarters, q * _PITCH * 4 + displacement, type=ptx.f32()) for q in range(_WARPS)]
     return _sum_quarters(parts)
 
 
@@ -130,38 +136,39 @@ def _mixes(quarters):
 
 
 class _Rows:
-    """u and x by rows; a thread has the 16-byte pieces of a row that lie `_THREADS` apart, from its own number on."""
+    """Rows of x, before they are normalised u; a thread has the 16-byte pieces `_THREADS` apart from its number on."""
 
-    def __init__(self, thread, u, x, dim: int, num_tokens: int):
-        self.thread, self.u, self.x, self.dim, self.num_tokens = thread, u, x, dim, num_tokens
+    def __init__(self, thread, x, dim: int, num_tokens: int):
+        self.thread, self.x, self.dim, self.num_tokens = thread, x, dim, num_tokens
         self.pieces = dim // 8
+        self.count = -(-self.pieces // _THREADS)
 
     def _bytes(self, i: int):
         """Of the i-th piece in its row; that of the last piece where there is none."""
         piece = ptx.add(self.thread, i * _THREADS)
         return ptx.mul(arith.minsi(piece, ptx.const(self.pieces - 1)), 16)
 
-    def load_row(self, row):
-        """Pieces of the row at this address, four words each."""
-        count = -(-self.pieces // _THREADS)
-        return [ptx.load_16_bytes(ptx.offset(row, self._bytes(i))) for i in range(count)]
+    def load_gains(self, gain):
+        """Four words a piece."""
+        return [ptx.load_16_bytes(ptx.offset(gain, self._bytes(i))) for i in range(self.count)]
 
     def load(self, token):
-        token = arith.minsi(token, ptx.const(self.num_tokens - 1))
-        return self.load_row(ptx.row_address(self.u, token, self.dim * 2))
+        """Four words a piece of u."""
+        row = ptx.row_address(self.x, arith.minsi(token, ptx.const(self.num_tokens - 1)), self.dim * 2)
+        return [ptx.load_global(ptx.offset(row, self._bytes(i)), words=4) for i in range(self.count)]
 
     def normalise(self, token, words, gains, inverse) -> None:
         row = ptx.row_address(self.x, token, self.dim * 2)
-        for i, gain in enumerate(gains):
+        for i, (piece, gain) in enumerate(zip(words, gains, strict=True)):
             out = []
-            for word, g in zip(words[4 * i : 4 * i + 4], gain, strict=True):
+            for word, g in zip(piece, gain, strict=True):
                 pair = zip(ptx.unpack_bf16(word), ptx.unpack_bf16(g), strict=True)
                 out.append(ptx.pack_bf16(*(ptx.mul_f32(ptx.mul_f32(v, inverse), w) for v, w in pair)))
             to = ptx.offset(row, self._bytes(i))
             if (i + 1) * _THREADS <= self.pieces:
                 ptx.store_global(to, *out)
             else:
-                with utils.when(ptx.less(self.thread, self.pieces - i * _THREADS)):
+                with ptx.when(ptx.less(self.thread, self.pieces - i * _THREADS)):
                     ptx.store_global(to, *out)
 
 

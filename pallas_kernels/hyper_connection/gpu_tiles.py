@@ -10,23 +10,27 @@ from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic.gpu import utils
 
 from pallas_kernels import ptx
-from pallas_kernels.hyper_connection.block_sizes import COLUMNS, STREAMS, TOKENS, UNITS
+from pallas_kernels.hyper_connection.block_sizes import (
+    COEF_OFFSET,
+    COEF_PITCH,
+    COLUMNS,
+    LOW_BYTES,
+    MIX,
+    STAGE_BYTES,
+    STAGES,
+    STREAM_BYTES,
+    STREAMS,
+    SUMS,
+    TOKENS,
+    UNIT_BYTES,
+    UNITS,
+    WARPS,
+    Y_OFFSET,
+    Plan,
+)
 
-MIX = (2 + STREAMS) * STREAMS
-STAGES = 4  # tiles in shared memory: one in use, the others on their way
-SUMS = TOKENS * (MIX + 2)  # words a tile and chunk: 16 x 24 mixes, then 16 x (squares of the streams, of u)
-WARPS = 8  # of a unit
-_THREADS = 32 * WARPS
+_THREADS = 32 * WARPS  # of a unit
 _BLOCKS_OF_8 = MIX // 8  # outputs of one matrix instruction
-
-_STREAM_BYTES = TOKENS * COLUMNS * 2
-_Y = STREAMS * _STREAM_BYTES  # y, later u
-_COEF = _Y + _STREAM_BYTES
-_COEF_PITCH = 112  # bytes of a token's comb, post and pre: 28 words keep rows in different banks
-_STAGE_BYTES = _COEF + TOKENS * _COEF_PITCH
-_LOW_BYTES = WARPS * STREAMS * _BLOCKS_OF_8 * 32 * 8
-_UNIT_BYTES = STAGES * _STAGE_BYTES + WARPS * SUMS * 4
-SHARED_BYTES = _LOW_BYTES + UNITS * _UNIT_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,14 +55,14 @@ class _Thread:
         """Of its 16 bytes in a stream of a tile."""
         row8 = ptx.and_(self.copy_row, 7)
         return ptx.add(
-            ptx.mul(ptx.shr(self.copy_row, 3), 2048),
+            ptx.mul(ptx.shr(self.copy_row, 3), STREAM_BYTES // 2),
             ptx.mul(ptx.shr(self.copy_piece, 3), 1024),
             ptx.mul(row8, 128),
             ptx.mul(ptx.xor(ptx.and_(self.copy_piece, 7), row8), 16),
         )
 
     def fragment_offset(self):
-        """Of its four columns of `row` in a stream of a tile; those of 8 + `row` are 2048 bytes on."""
+        """Of its four columns of `row` in a stream of a tile; those of 8 + `row` are half a stream on."""
         piece = ptx.add(ptx.mul(ptx.and_(self.warp, 3), 2), ptx.shr(self.t, 1))
         return ptx.add(
             ptx.mul(ptx.shr(self.warp, 2), 1024),
@@ -74,51 +78,56 @@ def _thread() -> _Thread:
     lane = ptx.and_(index, 31)
     g = ptx.shr(lane, 2)
     return _Thread(
-        unit=ptx.shr(thread, 8),
+        unit=ptx.div(thread, _THREADS),
         index=index,
         warp=ptx.shr(index, 5),
         g=g,
         t=ptx.and_(lane, 3),
         row=ptx.add(ptx.mul(ptx.and_(g, 3), 2), ptx.shr(g, 2)),
-        copy_row=ptx.shr(index, 4),
-        copy_piece=ptx.and_(index, 15),
+        copy_row=ptx.div(index, COLUMNS // 8),
+        copy_piece=ptx.rem(index, COLUMNS // 8),
     )
 
 
-def tiles_of_unit(refs, chunk, group, num_tokens: int, dim: int, groups: int) -> None:
+def tiles_of_unit(refs, block, plan: Plan) -> None:
     """All tiles of this thread's unit.
 
     Args:
-      refs: GMEM streams, y, post, comb, pre, fn, new streams, u, sums; SMEM of SHARED_BYTES.
-      chunk, group: i32 of the thread block.
-      num_tokens, dim: T, D.
-      groups: thread blocks with this chunk.
+      refs: GMEM streams, y, post, comb, pre, fn, new streams, u, sums; SMEM of BLOCK_BYTES.
+      block: i32, the thread block.
+      plan: see `Plan`.
     """
     streams, y, post, comb, pre, fn, new, u, sums, shared = refs
     at = _thread()
-    tiles, stride = -(-num_tokens // TOKENS), groups * UNITS
-    worker = ptx.add(ptx.mul(group, UNITS), at.unit)
-    count = arith.divsi(arith.subi(ptx.const(tiles + stride - 1), worker), ptx.const(stride))
+    chunk, group = ptx.rem(block, plan.chunks), ptx.div(block, plan.chunks)
+    stride = plan.groups * UNITS
+    worker = ptx.add(ptx.mul(at.unit, plan.groups), group)
+    count = ptx.div(ptx.sub(ptx.const(plan.tiles + stride - 1), worker), stride)
     low = ptx.shared_address(shared)
-    stages = ptx.add(low, _LOW_BYTES, ptx.mul(at.unit, _UNIT_BYTES))
-    copier = _Copier(at, stages, chunk, num_tokens, dim, [ptx.global_address(a) for a in (streams, y, post, comb, pre)])
-    with utils.when(ptx.less(worker, tiles)):
-        for i in range(STAGES - 1):
-            copier.start(ptx.add(worker, i * stride), ptx.const(i), tiles)
-        high, middle = _cut_weights(at, ptx.global_address(fn), low, chunk, dim)
-        out = _Out(ptx.global_address(new), ptx.global_address(u), ptx.global_address(sums))
+    stages = ptx.add(low, LOW_BYTES, ptx.mul(at.unit, UNIT_BYTES))
+    partials = ptx.add(stages, STAGES * STAGE_BYTES)
+    copier = _Copier(at, plan, stages, chunk, [ptx.global_address(a) for a in (streams, y, post, comb, pre)])
+    out = _Out(*(ptx.global_address(a) for a in (new, u, sums)))
+
+    def tile_at(k):
+        return ptx.add(worker, ptx.mul(k, stride))
+
+    with ptx.when(ptx.less(worker, plan.tiles)):
+        for k in map(ptx.const, range(STAGES - 1)):
+            copier.start(tile_at(k), k)
+        high, middle = _cut_weights(at, ptx.global_address(fn), low, chunk, plan.dim)
 
         @utils.fori(count, [])
         def _(k, carry):
-            tile = ptx.add(worker, ptx.mul(k, stride))
             ptx.wait_copies(STAGES - 2)
             # The tile is there for every thread, and every thread is done with the slot that is filled next.
             _sync(at)
-            copier.start(ptx.add(tile, (STAGES - 1) * stride), ptx.add(k, STAGES - 1), tiles)
+            later = ptx.add(k, STAGES - 1)
+            copier.start(tile_at(later), later)
             stage = copier.stage(k)
-            _compute(at, stage, ptx.add(stages, STAGES * _STAGE_BYTES), low, high, middle)
+            _compute(at, stage, partials, low, high, middle)
             _sync(at)
-            out.write(at, copier, stage, ptx.add(stages, STAGES * _STAGE_BYTES), tile)
+            out.write(copier, stage, partials, tile_at(k))
             return carry
 
 
@@ -131,15 +140,14 @@ class _Copier:
     """Brings tiles of streams, y and coefficients to shared memory; rows past the last token become zero."""
 
     at: _Thread
+    plan: Plan
     stages: ptx.Value
     chunk: ptx.Value
-    num_tokens: int
-    dim: int
     addresses: list[ptx.Value]  # of streams, y, post, comb, pre
 
     def stage(self, k):
         """Shared address of the k-th tile of the unit."""
-        return ptx.add(self.stages, ptx.mul(ptx.and_(k, STAGES - 1), _STAGE_BYTES))
+        return ptx.add(self.stages, ptx.mul(ptx.rem(k, STAGES), STAGE_BYTES))
 
     def column(self):
         """Byte of this thread's piece within a row of D."""
@@ -148,33 +156,33 @@ class _Copier:
     def token(self, tile):
         return ptx.add(ptx.mul(tile, TOKENS), self.at.copy_row)
 
-    def start(self, tile, k, tiles: int) -> None:
+    def start(self, tile, k) -> None:
         """Starts copies of a tile as the unit's k-th and closes their group, which is empty past the last tile."""
         streams, y, post, comb, pre = self.addresses
-        at = self.at
-        with utils.when(ptx.less(tile, tiles)):
+        at, plan = self.at, self.plan
+        with ptx.when(ptx.less(tile, plan.tiles)):
             token = self.token(tile)
-            size = arith.select(ptx.less(token, self.num_tokens), ptx.const(16), ptx.const(0))
+            size = arith.select(ptx.less(token, plan.num_tokens), ptx.const(16), ptx.const(0))
             stage = self.stage(k)
             to = ptx.add(stage, at.copy_offset())
-            source = ptx.offset(ptx.row_address(streams, token, STREAMS * self.dim * 2), self.column())
+            source = ptx.offset(ptx.row_address(streams, token, STREAMS * plan.dim * 2), self.column())
             for s in range(STREAMS):
-                self._copy(to, source, size, s * _STREAM_BYTES, s * self.dim * 2)
-            source = ptx.offset(ptx.row_address(y, token, self.dim * 2), self.column())
-            self._copy(to, source, size, _Y, 0)
+                self._copy(to, source, size, s * STREAM_BYTES, s * plan.dim * 2)
+            source = ptx.offset(ptx.row_address(y, token, plan.dim * 2), self.column())
+            self._copy(to, source, size, Y_OFFSET)
             piece = at.copy_piece
-            with utils.when(ptx.less(piece, STREAMS + 2)):
+            with ptx.when(ptx.less(piece, STREAMS + 2)):
                 source = ptx.offset(ptx.row_address(comb, token, STREAMS * STREAMS * 4), ptx.mul(piece, 16))
                 is_post = arith.cmpi(arith.CmpIPredicate.eq, piece, ptx.const(STREAMS))
                 other = arith.select(is_post, post, pre)
                 other = ptx.row_address(other, token, STREAMS * 4)
                 source = arith.select(ptx.less(piece, STREAMS), source, other)
-                to = ptx.add(stage, _COEF, ptx.mul(at.copy_row, _COEF_PITCH), ptx.mul(piece, 16))
-                self._copy(to, source, size, 0, 0)
+                to = ptx.add(stage, COEF_OFFSET, ptx.mul(at.copy_row, COEF_PITCH), ptx.mul(piece, 16))
+                self._copy(to, source, size)
         ptx.commit_copies()
 
     @staticmethod
-    def _copy(to, source, size, to_displacement: int, displacement: int) -> None:
+    def _copy(to, source, size, to_displacement: int = 0, displacement: int = 0) -> None:
         if displacement:
             source = ptx.offset(source, ptx.const(displacement))
         ptx.copy_16_bytes_async(to, source, size, to_displacement)
@@ -184,16 +192,12 @@ def _cut_weights(at: _Thread, fn, low, chunk, dim: int):
     """Cuts this thread's weights into bfloat16 parts that add up to them.
 
     Returns:
-      the high and the middle parts: words[stream][block of 8 outputs][2]; the low parts lie in shared memory.
+      the high and the middle parts: two words by (stream, block of 8 outputs); the low parts lie in shared memory.
     """
-    high, middle = [], []
     column = ptx.add(ptx.mul(chunk, COLUMNS), ptx.mul(at.warp, 16), ptx.mul(at.t, 4))
-    row = ptx.row_address(fn, at.g, STREAMS * dim * 4)
-    mine = ptx.offset(row, ptx.mul(column, 4))
-    store = ptx.add(low, ptx.mul(ptx.add(ptx.mul(at.warp, STREAMS * _BLOCKS_OF_8 * 32), _lane(at)), 8))
+    mine = ptx.offset(ptx.row_address(fn, at.g, STREAMS * dim * 4), ptx.mul(column, 4))
+    high, middle = {}, {}
     for s in range(STREAMS):
-        high.append([])
-        middle.append([])
         for block in range(_BLOCKS_OF_8):
             words = ptx.load_16_bytes(ptx.offset(mine, ptx.const((block * 8 * STREAMS + s) * dim * 4)))
             rest = [ptx.as_f32(w) for w in words]
@@ -203,10 +207,18 @@ def _cut_weights(at: _Thread, fn, low, chunk, dim: int):
                 parts.append(pairs)
                 cut = [*ptx.unpack_bf16(pairs[0]), *ptx.unpack_bf16(pairs[1])]
                 rest = [ptx.sub_f32(a, b) for a, b in zip(rest, cut, strict=True)]
-            high[-1].append(parts[0])
-            middle[-1].append(parts[1])
-            ptx.store_shared(store, *parts[2], displacement=(s * _BLOCKS_OF_8 + block) * 32 * 8)
+            high[s, block], middle[s, block], lowest = parts
+            ptx.store_shared(_low_address(at, low), *lowest, displacement=_low_displacement(s, block))
     return high, middle
+
+
+def _low_address(at: _Thread, low):
+    """Of this thread's low parts; a stream's block of outputs lies `_low_displacement` bytes on."""
+    return ptx.add(low, ptx.mul(ptx.add(ptx.mul(at.warp, STREAMS * _BLOCKS_OF_8 * 32), _lane(at)), 8))
+
+
+def _low_displacement(stream: int, block: int) -> int:
+    return (stream * _BLOCKS_OF_8 + block) * 32 * 8
 
 
 def _lane(at: _Thread):
@@ -218,17 +230,17 @@ def _compute(at: _Thread, stage, partials, low, high, middle) -> None:
     mine = ptx.add(stage, at.fragment_offset())
     rows = [_update_row(at, stage, mine, half) for half in range(2)]
     acc = [[ptx.const_f32(0.0)] * 4 for _ in range(_BLOCKS_OF_8)]
-    low = ptx.add(low, ptx.mul(ptx.add(ptx.mul(at.warp, STREAMS * _BLOCKS_OF_8 * 32), _lane(at)), 8))
+    low = _low_address(at, low)
 
-    def low_part(s, block):
-        return ptx.load_shared(low, (s * _BLOCKS_OF_8 + block) * 32 * 8, words=2)
+    def low_part(place):
+        return ptx.load_shared(low, _low_displacement(*place), words=2)
 
     # Small parts first: what they leave is not lost beside the large ones.
-    for part in (low_part, lambda s, block: middle[s][block], lambda s, block: high[s][block]):
+    for part in (low_part, middle.get, high.get):
         for s in range(STREAMS):
             (first, second), (first8, second8) = rows[0].words[s], rows[1].words[s]
             for block in range(_BLOCKS_OF_8):
-                acc[block] = ptx.mma_bf16(acc[block], [first, first8, second, second8], part(s, block))
+                acc[block] = ptx.mma_bf16(acc[block], [first, first8, second, second8], part((s, block)))
 
     to = ptx.add(partials, ptx.mul(at.warp, SUMS * 4))
     mixes = ptx.add(to, ptx.mul(at.g, MIX * 4), ptx.mul(at.t, 8))
@@ -254,30 +266,31 @@ class _Row:
 
 def _update_row(at: _Thread, stage, mine, half: int) -> _Row:
     """Four columns of one token: new streams and u, in registers and in place."""
-    coef = ptx.add(stage, _COEF + half * 8 * _COEF_PITCH, ptx.mul(at.row, _COEF_PITCH))
-    down = half * 2048
+    coef = ptx.add(stage, COEF_OFFSET + half * 8 * COEF_PITCH, ptx.mul(at.row, COEF_PITCH))
+    down = half * STREAM_BYTES // 2
 
     def load(displacement):
         a, b = ptx.load_shared(mine, displacement + down, words=2)
         return [*ptx.unpack_bf16(a), *ptx.unpack_bf16(b)]
 
-    # The order in which XLA contracts the reference's products and sums: source 1 rounded, then 0, 2, 3, then y.
+    # In the order in which XLA contracts the reference's products and sums for few tokens: source 1 rounded, then 0, 2,
+    # 3, then y. For many it contracts others; the last bit of about one in 25,000 new streams differs then.
     mixed = None
     for i in (1, 0, 2, 3):
-        x = load(i * _STREAM_BYTES)
+        x = load(i * STREAM_BYTES)
         to_targets = ptx.load_shared(coef, i * 16, words=4, type=ptx.f32())
         if mixed is None:
             mixed = [[ptx.mul_f32(c, v) for v in x] for c in to_targets]
         else:
             mixed = [[ptx.fma(c, v, m) for v, m in zip(x, mixed[j], strict=True)] for j, c in enumerate(to_targets)]
-    y = load(_Y)
+    y = load(Y_OFFSET)
     post = ptx.load_shared(coef, STREAMS * 16, words=4, type=ptx.f32())
     pre = ptx.load_shared(coef, STREAMS * 16 + 16, words=4, type=ptx.f32())
     words, square, new = [], None, []
     for j in range(STREAMS):
         out = [ptx.fma(post[j], v, m) for v, m in zip(y, mixed[j], strict=True)]
         words.append([ptx.pack_bf16(*out[:2]), ptx.pack_bf16(*out[2:])])
-        ptx.store_shared(mine, *words[j], displacement=j * _STREAM_BYTES + down)
+        ptx.store_shared(mine, *words[j], displacement=j * STREAM_BYTES + down)
         new.append([*ptx.unpack_bf16(words[j][0]), *ptx.unpack_bf16(words[j][1])])
         for v in new[j]:
             square = ptx.mul_f32(v, v) if square is None else ptx.fma(v, v, square)
@@ -285,7 +298,7 @@ def _update_row(at: _Thread, stage, mine, half: int) -> _Row:
     for k in (0, 2, 3):
         u = [ptx.fma(v, pre[k], a) for v, a in zip(new[k], u, strict=True)]
     u_words = [ptx.pack_bf16(*u[:2]), ptx.pack_bf16(*u[2:])]
-    ptx.store_shared(mine, *u_words, displacement=_Y + down)
+    ptx.store_shared(mine, *u_words, displacement=Y_OFFSET + down)
     u_square = None
     for v in [*ptx.unpack_bf16(u_words[0]), *ptx.unpack_bf16(u_words[1])]:
         u_square = ptx.mul_f32(v, v) if u_square is None else ptx.fma(v, v, u_square)
@@ -300,22 +313,22 @@ class _Out:
     u: ptx.Value
     sums: ptx.Value
 
-    def write(self, at: _Thread, copier: _Copier, stage, partials, tile) -> None:
+    def write(self, copier: _Copier, stage, partials, tile) -> None:
         """Writes a tile that lies in shared memory, and its sums over the unit's warps, added in their order."""
-        dim = copier.dim
+        at, plan = copier.at, copier.plan
         token = copier.token(tile)
-        with utils.when(ptx.less(token, copier.num_tokens)):
+        with ptx.when(ptx.less(token, plan.num_tokens)):
             source = ptx.add(stage, at.copy_offset())
-            to = ptx.offset(ptx.row_address(self.new, token, STREAMS * dim * 2), copier.column())
+            to = ptx.offset(ptx.row_address(self.new, token, STREAMS * plan.dim * 2), copier.column())
             for s in range(STREAMS):
-                words = ptx.load_shared(source, s * _STREAM_BYTES, words=4)
-                ptx.store_global(ptx.offset(to, ptx.const(s * dim * 2)), *words)
-            to = ptx.offset(ptx.row_address(self.u, token, dim * 2), copier.column())
-            ptx.store_global(to, *ptx.load_shared(source, _Y, words=4))
+                words = ptx.load_shared(source, s * STREAM_BYTES, words=4)
+                ptx.store_global(ptx.offset(to, ptx.const(s * plan.dim * 2)), *words)
+            to = ptx.offset(ptx.row_address(self.u, token, plan.dim * 2), copier.column())
+            ptx.store_global(to, *ptx.load_shared(source, Y_OFFSET, words=4))
 
-        to = ptx.row_address(self.sums, ptx.add(ptx.mul(tile, dim // COLUMNS), copier.chunk), SUMS * 4)
+        to = ptx.row_address(self.sums, ptx.add(ptx.mul(tile, plan.chunks), copier.chunk), SUMS * 4)
         self._add_warps(at.index, partials, to)
-        with utils.when(ptx.less(at.index, SUMS - _THREADS)):
+        with ptx.when(ptx.less(at.index, SUMS - _THREADS)):
             self._add_warps(ptx.add(at.index, _THREADS), partials, to)
 
     @staticmethod
