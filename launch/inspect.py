@@ -22,7 +22,7 @@ from dsv41.checkpoint import (
     TensorSpec,
     bytes_by_dtype,
     check_inventory,
-    open_checkpoint,
+    open_either,
     parameter_counts,
     tensor_inventory,
     totals_by_subsystem,
@@ -31,7 +31,9 @@ from dsv41.config import DSV41Error, LayerSpec, ModelConfig, TextConfig, layer_s
 from launch.cli import new_flags, overrides, run
 
 FLAGS = new_flags()
-_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Directory in the released layout.", flag_values=FLAGS)
+_CHECKPOINT = flags.DEFINE_string(
+    "checkpoint", None, "Directory in the released layout, or an import of one.", flag_values=FLAGS
+)
 _CONFIG = flags.DEFINE_string("config", None, "A config.json, or a directory that holds one.", flag_values=FLAGS)
 _SET = flags.DEFINE_multi_string(
     "set", [], "key=value: changes one field of the config, such as text_config.sliding_window=64.", flag_values=FLAGS
@@ -151,7 +153,7 @@ def main() -> None:
     inventory = tensor_inventory(config)
     report = {"config": path, **describe(config, inventory), "checkpoint": None}
     if _CHECKPOINT.value is not None:
-        reader = open_checkpoint(_CHECKPOINT.value)
+        reader = open_either(_CHECKPOINT.value)
         check_inventory(reader, inventory, PARTS)
         found = {"directory": str(reader.directory), "files": len(reader.files), "tensors": len(reader)}
         report["checkpoint"] = found

@@ -29,7 +29,8 @@ class ModelFlags:
         flags.DEFINE_string(
             "checkpoint",
             None,
-            "Directory in the released layout. Without it: the bundled tiny model, whose weights are random.",
+            "Directory in the released layout, or an import of one (launch.import_checkpoint). Without it: the bundled "
+            "tiny model, whose weights are random.",
             flag_values=values,
         )
         if config:

@@ -17,7 +17,7 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = {"dsv41": 60, "launch": 60, "pallas_kernels": 150}
 FORBIDDEN_FILES = re.compile(r"(utils?|helpers?|common|misc|.*_(v\d+|deprecated|old|new|copy))\.py")
 # What an import is called where the distribution is called otherwise.
-IMPORT_NAMES = {"absl-py": "absl", "pillow": "PIL"}
+IMPORT_NAMES = {"absl-py": "absl", "orbax-checkpoint": "orbax", "pillow": "PIL"}
 # What the benchmark may compare with, where it happens to be installed.
 PEERS = "pallas_kernels/bench_peers/"
 PEER_PACKAGES = {"torch", "triton"}

@@ -1,5 +1,13 @@
 """Bytes on disk to model state and back."""
 
+from dsv41.checkpoint.imported import (
+    ImportedCheckpoint,
+    check_import,
+    is_imported,
+    load_imported,
+    open_either,
+    open_imported,
+)
 from dsv41.checkpoint.inventory import (
     PARTS,
     ParameterCounts,
@@ -24,15 +32,21 @@ __all__ = [
     "PARTS",
     "CheckpointError",
     "CheckpointReader",
+    "ImportedCheckpoint",
     "ParameterCounts",
     "SubsystemTotal",
     "TensorInfo",
     "TensorSpec",
     "bytes_by_dtype",
+    "check_import",
     "check_inventory",
     "is_engram_table",
+    "is_imported",
+    "load_imported",
     "load_parameters",
     "open_checkpoint",
+    "open_either",
+    "open_imported",
     "parameter_counts",
     "tensor_inventory",
     "totals_by_subsystem",

@@ -6,6 +6,7 @@ import hashlib
 import os
 import pathlib
 
+from dsv41.checkpoint.imported import MANIFEST_NAME, is_imported
 from dsv41.checkpoint.safetensors_reader import INDEX_NAME
 from dsv41.config import DSV41Error
 
@@ -18,8 +19,9 @@ def checkpoint_identity(directory: str | pathlib.Path) -> str:
     """Text that differs for checkpoints with different weights, in milliseconds; for keys of what was computed by them.
 
     A hash over config.json, tokenizer.json and the index, the names and sizes of the safetensors files, and 32 samples
-    of 4 KiB from each, evenly spread with its beginning and end. Copies of a directory have the same identity wherever
-    they lie. Files that differ only between the samples are not told apart: give such a directory a store of its own.
+    of 4 KiB from each, evenly spread with its beginning and end; of an import, over its manifest, which every byte
+    changes. Copies of a directory have the same identity wherever they lie. Files that differ only between the samples
+    are not told apart: give such a directory a store of its own.
 
     Raises:
       DSV41Error: the directory cannot be read.
@@ -27,7 +29,7 @@ def checkpoint_identity(directory: str | pathlib.Path) -> str:
     directory = pathlib.Path(directory)
     digest = hashlib.sha256()
     try:
-        for name in _WHOLE:
+        for name in (*_WHOLE, MANIFEST_NAME) if is_imported(directory) else _WHOLE:
             path = directory / name
             data = path.read_bytes() if path.is_file() else b""
             digest.update(f"{name} {len(data)}\n".encode() + data)

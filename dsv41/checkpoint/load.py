@@ -1,4 +1,4 @@
-"""A directory in the released layout to a runnable model."""
+"""A directory in the released layout, or an import of one, to a runnable model."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import pathlib
 from collections.abc import Iterable
 
 import jax
+import numpy as np
+from tokenizers import Tokenizer
 
+from dsv41.checkpoint.imported import ImportedCheckpoint, load_either, open_either
 from dsv41.checkpoint.inventory import tensor_inventory
-from dsv41.checkpoint.load_parameters import Progress, load_parameters
-from dsv41.checkpoint.safetensors_reader import CheckpointReader, check_inventory, open_checkpoint
+from dsv41.checkpoint.load_parameters import Progress
+from dsv41.checkpoint.safetensors_reader import CheckpointReader, check_inventory
 from dsv41.checkpoint.token_map import check_token_map, check_vocabulary, engram_token_map, load_tokenizer
 from dsv41.config import DSV41Error, ModelConfig, load_config, with_overrides
 from dsv41.engram_store import EngramStore, EngramTable
@@ -32,7 +35,7 @@ def flatten(params: Params) -> dict[Path, jax.ShapeDtypeStruct]:
     return {tuple(k.key for k in path): leaf for path, leaf in leaves}
 
 
-def engram_store(reader: CheckpointReader, config: ModelConfig) -> EngramStore | None:
+def engram_store(reader: CheckpointReader | ImportedCheckpoint, config: ModelConfig) -> EngramStore | None:
     """The Engram tables as views of the mapped files; None if the model has none."""
     layers = config.text_config.engram_layer_ids
     if not layers:
@@ -65,14 +68,14 @@ def load(
     vision: bool = True,
     progress: Progress | None = None,
 ) -> Model:
-    """Reads the model of a directory in the released layout.
+    """Reads the model of a directory in the released layout, or of one that `import_checkpoint` wrote.
 
     Everything that can be wrong with the directory is checked before the first tensor is read: config, tensor names,
     shapes and dtypes, tokenizer and token map, sizes of the Engram tables, and whether the device can hold it. Weights
     keep their stored formats; Engram tables stay on the mapped files.
 
     Args:
-      path: directory with config.json, *.safetensors (with or without index) and tokenizer.json.
+      path: directory with config.json, tokenizer.json, and *.safetensors (with or without index) or an import.
       overrides: config fields to change, as dotted names and JSON values.
       drafter: also read the drafter, if the config has one; its tensors may be absent otherwise.
       vision: the same for the vision tower and projector.
@@ -83,16 +86,16 @@ def load(
     """
     path = pathlib.Path(path)
     config = with_overrides(load_config(path), overrides or {})
-    reader = open_checkpoint(path)
+    reader = open_either(path)
     trees = abstract_trees(config, drafter=drafter, vision=vision)
     check_inventory(reader, tensor_inventory(config), ("engram", *trees))
-    tokenizer, token_map = _tokenizer(path, config)
+    tokenizer, token_map = read_tokenizer(path, config)
     if token_map is not None:
         engram_hash_spec(config.text_config, int(token_map[config.text_config.engram_pad_token_id]))
     # Names of different parts never meet, so that they can be read in one go.
     structs = {parameter_name(p): s for tree in trees.values() for p, s in flatten(tree).items()}
     _check_memory(path, structs.values())
-    arrays = load_parameters(reader, structs, progress=progress)
+    arrays = load_either(reader, structs, progress=progress)
     params = {
         part: jax.tree.unflatten(jax.tree.structure(tree), [arrays[parameter_name(p)] for p in flatten(tree)])
         for part, tree in trees.items()
@@ -118,8 +121,12 @@ def abstract_trees(config: ModelConfig, *, drafter: bool, vision: bool) -> dict[
     return trees
 
 
-def _tokenizer(path: pathlib.Path, config: ModelConfig):
-    """The tokenizer and the token map. A model without Engram runs on token ids alone and needs no tokenizer."""
+def read_tokenizer(path: pathlib.Path, config: ModelConfig) -> tuple[Tokenizer | None, np.ndarray | None]:
+    """The tokenizer and the token map, int32 [V]. A model without Engram runs on token ids alone and needs neither.
+
+    Raises:
+      DSV41Error: the tokenizer is missing, unreadable, or does not fit the config.
+    """
     file = path / "tokenizer.json"
     text = config.text_config
     if not file.exists():

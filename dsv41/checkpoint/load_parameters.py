@@ -12,7 +12,7 @@ import numpy as np
 from dsv41.checkpoint.safetensors_reader import CheckpointError, CheckpointReader
 
 # A stacked parameter `...ffn.experts.w1.weight` gathers the tensors `...ffn.experts.{j}.w1.weight`.
-_EXPERT_STACK = re.compile(r"(.*\.ffn\.experts)\.(w[123]\.(?:weight|scale))")
+EXPERT_STACK = re.compile(r"(.*\.ffn\.experts)\.(w[123]\.(?:weight|scale))")
 
 # dtype -> (unsigned integer of its size, mask that drops the sign, smallest masked code that is not a finite number)
 _NOT_FINITE = {
@@ -27,7 +27,7 @@ Progress = Callable[[int, int, str], None]
 Slices = tuple[slice, ...]
 
 
-class _Parameter:
+class HostParameter:
     """Host side of one parameter: checks its tensors and hands out slices.
 
     Attributes:
@@ -36,7 +36,7 @@ class _Parameter:
     """
 
     def __init__(self, reader: CheckpointReader, name: str, struct: jax.ShapeDtypeStruct):
-        match = _EXPERT_STACK.fullmatch(name)
+        match = EXPERT_STACK.fullmatch(name)
         self.stacked = match is not None
         self.names = [f"{match[1]}.{j}.{match[2]}" for j in range(struct.shape[0])] if match else [name]
         self._reader = reader
@@ -54,7 +54,7 @@ class _Parameter:
                     f"{file}: tensor {name!r}: expected {self._dtype.name} {list(self._shape)}, "
                     f"got {view.dtype.name} {list(view.shape)}"
                 )
-            if _has_non_finite(view, is_scale=name.endswith(".scale")):
+            if has_non_finite(view, is_scale=name.endswith(".scale")):
                 raise CheckpointError(f"{file}: tensor {name!r} holds NaN or infinite values")
             self._checked[name] = view
         return self._checked[name]
@@ -71,7 +71,7 @@ class _Parameter:
         return stack
 
 
-def _has_non_finite(view: np.ndarray, *, is_scale: bool) -> bool:
+def has_non_finite(view: np.ndarray, *, is_scale: bool) -> bool:
     """Whether `view` (C-contiguous) holds NaN or infinity; bytes are E8M0 if `is_scale`, else always fine."""
     limits = _E8M0_NAN if is_scale and view.dtype == np.uint8 else _NOT_FINITE.get(view.dtype)
     if limits is None:
@@ -89,7 +89,7 @@ def _aliases_host(sharding: jax.sharding.Sharding | None) -> bool:
     return any(device.platform == "cpu" for device in sharding.device_set)
 
 
-def _place(parameter: _Parameter, struct: jax.ShapeDtypeStruct) -> jax.Array:
+def _place(parameter: HostParameter, struct: jax.ShapeDtypeStruct) -> jax.Array:
     """Puts a parameter on the default device, or each shard on its own device if `struct` has a sharding."""
     # An array that aliased the mapping would change, or fault, with the file.
     copy = _aliases_host(struct.sharding)
@@ -138,7 +138,7 @@ def load_parameters(
     loaded: dict[str, jax.Array] = {}
     for name, struct in abstract.items():
         # Waiting bounds host memory: an unfinished transfer would still hold the last parameter's buffer.
-        loaded[name] = jax.block_until_ready(_place(_Parameter(reader, name, struct), struct))
+        loaded[name] = jax.block_until_ready(_place(HostParameter(reader, name, struct), struct))
         done += sizes[name]
         if progress is not None:
             progress(done, total, name)

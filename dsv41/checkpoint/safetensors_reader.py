@@ -62,6 +62,12 @@ class TensorInfo(NamedTuple):
     shape: tuple[int, ...]
     file: pathlib.Path
 
+    @property
+    def array(self) -> tuple[tuple[int, ...], np.dtype]:
+        """Shape and dtype of the array that it is read as; of F4 the last axis is halved, two codes a byte."""
+        shape = (*self.shape[:-1], self.shape[-1] // 2) if self.dtype == "F4" else self.shape
+        return shape, _STORAGE[self.dtype][1]
+
 
 class _Tensor(NamedTuple):
     info: TensorInfo
@@ -231,11 +237,9 @@ class CheckpointReader:
         Raises:
           CheckpointError: there is no such tensor.
         """
-        (dtype, shape, file), begin, _ = self._tensor(name)
-        if dtype == "F4":
-            shape = (*shape[:-1], shape[-1] // 2)
-        view = np.frombuffer(self._maps[file], _STORAGE[dtype][1], math.prod(shape), begin)
-        return view.reshape(shape)
+        info, begin, _ = self._tensor(name)
+        shape, dtype = info.array
+        return np.frombuffer(self._maps[info.file], dtype, math.prod(shape), begin).reshape(shape)
 
 
 def open_checkpoint(directory: str | os.PathLike[str]) -> CheckpointReader:
@@ -282,9 +286,7 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> CheckpointReader:
 
 def _storage_matches(info: TensorInfo, spec: TensorSpec) -> tuple[bool, bool]:
     """(dtype fits, shape fits)."""
-    shape = info.shape
-    if info.dtype == "F4" and spec.dtype == "I8":
-        shape = (*shape[:-1], shape[-1] // 2)
+    shape = info.array[0] if spec.dtype == "I8" else info.shape
     dtype_fits = info.dtype == spec.dtype or info.dtype in _EQUIVALENT.get(spec.dtype, ())
     return dtype_fits, shape == spec.shape
 
