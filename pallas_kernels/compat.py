@@ -6,13 +6,19 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
+# wgmma and setmaxnreg exist there only.
+_HOPPER = "9.0"
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3])
 
 
 def gpu_problem() -> str | None:
-    """Why no Mosaic GPU kernel can be built with the installed JAX; None if they can."""
+    """Why no Mosaic GPU kernel can be built with the installed JAX, or run on the GPU at hand; None if they can."""
     if JAX_VERSION < (0, 11):
         return f"the GPU kernels need jax 0.11 or newer, this is {jax.__version__}"
+    if jax.default_backend() in ("gpu", "cuda"):
+        capability = getattr(jax.devices()[0], "compute_capability", "unknown")
+        if capability != _HOPPER:
+            return f"the GPU kernels are for compute capability {_HOPPER} (Hopper), this device has {capability}"
     return None
 
 

@@ -1,12 +1,13 @@
 """Choosing an implementation is loud, and part of what a compiled function is known by."""
 
 import logging
+import types
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import dispatch
+from pallas_kernels import compat, dispatch
 from pallas_kernels.dispatch import choose, kernels
 
 FITS = {"gpu": lambda: None, "tpu": lambda: None}
@@ -68,3 +69,12 @@ def test_the_context_is_the_default_and_compiles_anew():
     with kernels("xla"):
         fn(jnp.zeros(3))
     assert seen == ["xla", "tpu"]
+
+
+@pytest.mark.skipif(compat.JAX_VERSION < (0, 11), reason="about JAX that can build the kernels")
+@pytest.mark.parametrize(("capability", "fits"), [("9.0", True), ("8.0", False), ("10.0", False)])
+def test_gpu_kernels_are_for_hopper(capability, fits, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(compute_capability=capability)])
+    problem = compat.gpu_problem()
+    assert problem is None if fits else f"this device has {capability}" in problem
