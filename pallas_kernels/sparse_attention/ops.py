@@ -6,9 +6,6 @@ import jax.numpy as jnp
 from pallas_kernels.dispatch import choose
 from pallas_kernels.page_layout import MainPageLayout, WindowLayout
 from pallas_kernels.sparse_attention import ref
-from pallas_kernels.sparse_attention.ref import attend
-
-__all__ = ["attend", "sparse_attention"]
 
 
 def sparse_attention(
