@@ -120,7 +120,14 @@ def _check(case: dict, block_size: int, maxima: jax.Array, entries: jax.Array) -
 
 @pytest.mark.parametrize(
     "shape,name",
-    [(s, n) for s in SHAPES for n in CASES if s in ("tiny", "released") or (n == "random" and s != "pairs")],
+    [
+        pytest.param(
+            s, n, marks=() if s == "tiny" or n in ("random", "one_outlier", "spread_keys") else pytest.mark.slow
+        )
+        for s in SHAPES
+        for n in CASES
+        if s in ("tiny", "released") or (n == "random" and s != "pairs")
+    ],
 )
 def test_gpu_programs(shape, name):
     """The kernels' programs on the emulator, few blocks and two warpgroups, so that the work wraps around."""
