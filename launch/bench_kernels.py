@@ -1,8 +1,9 @@
 """Times every op at its named shapes: the kernel, plain XLA in the same run, and the limits of this device.
 
-Device time comes from the profiler: the sum over an op's kernels of their median durations, with argument sets that
-take turns so that caches stay cold. A limit is the larger of bytes over the measured copy rate and FLOPs over the
-measured bfloat16 product rate; "share" is the limit over the time. On a CPU the numbers are wall time and mean little.
+On a GPU, device time comes from the profiler: the sum over an op's kernels of their median durations, with argument
+sets that take turns so that caches stay cold. A limit is the larger of bytes over the measured copy rate and FLOPs
+over the measured bfloat16 product rate; "share" is the limit over the time. Elsewhere the numbers are wall time, and
+on a CPU they mean little.
 
     python -m launch.bench_kernels --json=kernels.json
     python -m launch.bench_kernels --op=topk --peers
@@ -11,6 +12,7 @@ measured bfloat16 product rate; "share" is the limit over the time. On a CPU the
 import contextlib
 import datetime
 import fcntl
+import importlib.util
 import json
 import sys
 from typing import Any
@@ -142,6 +144,8 @@ def main() -> None:
     target = None if _JSON.value is None else check_target(_JSON.value)
     if _LOCK.value is not None:
         check_target(_LOCK.value)
+    if _PEERS.value and importlib.util.find_spec("torch") is None:
+        raise DSV41Error("--peers: torch is not installed")
     specs, kernel = _specs(), _kernel()
     if kernel == "xla":
         print("bench_kernels: this backend has no kernels; plain XLA is timed", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Counts and times the kernels of one step, layer by layer, on an accelerator.
+"""Counts and times the kernels of one step, layer by layer, on an NVIDIA GPU.
 
     python -m launch.profile_step --config=configs/flash_groups.json --rows=64 --context=131072
     python -m launch.profile_step --config=configs/flash_groups.json --rows=1 --tokens=4096 --context=131072 --parts
@@ -6,7 +6,8 @@
 A step has --tokens new tokens for each of --rows sequences that have --context tokens in the cache. The cache holds
 random bytes, and with --config the weights are random too: what the step says means nothing. configs/flash_groups.json
 is one encoder group and one decoder group of the released widths, with 16 experts a layer. Kernels are those that the
-profiler's trace lists; they are put down to layers by the scopes of the compiled program.
+profiler's trace lists; they are put down to layers by the scopes of the compiled program, which launches inside CUDA
+graphs do not have: set XLA_FLAGS=--xla_gpu_enable_command_buffer= in the environment.
 """
 
 import json

@@ -107,15 +107,6 @@ def topology_problem(name: str) -> str | None:
     return None
 
 
-def _changed_in_place(spec: ArgSpec, arrays: dict[str, jax.ShapeDtypeStruct]) -> str | None:
-    """The pool of packed bytes that comes back as the op's only result, to be donated as a step donates its cache."""
-    out = jax.tree.leaves(jax.eval_shape(spec.bind("xla"), arrays))
-    if len(out) != 1 or out[0].dtype != jax.numpy.uint8:
-        return None
-    result = out[0].shape, out[0].dtype
-    return next((n for n, a in arrays.items() if a is not None and (a.shape, a.dtype) == result), None)
-
-
 def kernels_of(hlo: str) -> tuple[Kernel, ...]:
     """The Pallas kernels in the text of a compiled TPU program."""
     found = []
@@ -145,7 +136,7 @@ def compile_spec(op: str, spec: ArgSpec, topology: str) -> Compiled:
         device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
         sharding = SingleDeviceSharding(device)
         arrays = spec.abstract()
-        pool = _changed_in_place(spec, arrays)
+        pool = spec.donated
         placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), dict(arrays))
 
         def call(donated: dict[str, jax.Array], others: dict[str, jax.Array]):

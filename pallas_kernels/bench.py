@@ -19,7 +19,7 @@ _COLD_BYTES = 512 << 20
 _MOST_SETS = 8
 _MOST_BYTES = 24 << 30
 # What a program that does not fit this device, or shapes that a kernel does not take, end with.
-_FAILURES = (ValueError, NotImplementedError, jax.errors.JaxRuntimeError)
+FAILURES = (ValueError, NotImplementedError, jax.errors.JaxRuntimeError)
 # Calls that take longer than this are not repeated more than a few times.
 _LONG_US = 20_000
 
@@ -113,8 +113,8 @@ def bench(
             for name, program in zip(names, compiled[i * len(names) :], strict=False):
                 try:
                     times[name] = _time(spec, program, sets, calls)
-                except _FAILURES as e:
-                    errors.append(f"{name}: {str(e).splitlines()[0][:200]}")
+                except FAILURES as e:
+                    errors.append(f"{name}: {(str(e) or type(e).__name__).splitlines()[0][:200]}")
             del sets
         yield Row(
             op=op, spec=spec.name, kernel=kernel, time=times.get(kernel), xla=times.get("xla"), bytes=spec.bytes,
@@ -143,7 +143,7 @@ def _compile(jobs: list[tuple[ArgSpec, str]]) -> list[jax.stages.Compiled | Exce
     def attempt(fn, *args):
         try:
             return fn(*args)
-        except _FAILURES as e:
+        except FAILURES as e:
             return e
 
     lowered = [attempt(lower, *job) for job in jobs]

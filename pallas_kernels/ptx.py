@@ -128,11 +128,6 @@ def as_f32(word: Value) -> Value:
     return arith.bitcast(f32(), word)
 
 
-def as_i32(x: Value) -> Value:
-    """The 32 bits of a float32."""
-    return arith.bitcast(i32(), x)
-
-
 def fma(a: Value, b: Value, c: Value) -> Value:
     """float32 a * b + c, rounded once."""
     return asm("fma.rn.f32 $0, $1, $2, $3;", a, b, c, type=f32())

@@ -13,8 +13,6 @@ from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, llvm, math, scf
 from jax.experimental.mosaic.gpu import utils
 
-ALL_LANES = 0xFFFFFFFF
-
 
 def _i32() -> ir.Type:
     return ir.IntegerType.get_signless(32)

@@ -13,7 +13,7 @@ TILE_BYTES = 64 << 20
 def query_tile(tokens: int, bytes_per_token: int, budget: int = TILE_BYTES) -> int:
     """Query tokens a tile, a power of two, so that a tile's temporaries stay within `budget` bytes."""
     fit = max(budget // max(bytes_per_token, 1), 1)
-    return min(tokens, 1 << (fit.bit_length() - 1))
+    return max(1, min(tokens, 1 << (fit.bit_length() - 1)))
 
 
 def map_query_tiles(fn: Callable[..., Any], tile: int, *arrays: jax.Array | None) -> Any:

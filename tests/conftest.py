@@ -34,7 +34,7 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from pallas_kernels.dispatch import kernels  # noqa: E402
+from pallas_kernels.dispatch import IMPLEMENTATIONS, kernels  # noqa: E402
 
 if os.environ["JAX_PLATFORMS"] == "cpu":
     # Eight devices for the sharding tests; measured to cost the others nothing. Not in the environment: a script that a
@@ -52,7 +52,12 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os
 
 
 def pytest_addoption(parser):
-    parser.addoption("--kernels", default="auto", help="implementation of the ops, see pallas_kernels/dispatch.py")
+    parser.addoption(
+        "--kernels",
+        default="auto",
+        choices=IMPLEMENTATIONS,
+        help="implementation of the ops, see pallas_kernels/dispatch.py",
+    )
 
 
 def pytest_configure(config):
@@ -66,6 +71,12 @@ def pytest_sessionstart(session):
     with contextlib.suppress(FileNotFoundError):  # another session may be clearing it
         if sum(f.stat().st_size for f in CACHE.rglob("*")) > CACHE_LIMIT_BYTES:
             shutil.rmtree(CACHE, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def _kernels(request):
+    """A launch script that ran in this process has set the kernels that its own flag says."""
+    kernels.set_global(request.config.getoption("--kernels"))
 
 
 @pytest.fixture(scope="module", autouse=True)

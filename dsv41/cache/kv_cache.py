@@ -110,7 +110,7 @@ class AttentionState:
     """What selecting layers hand to the layers behind them within one step; never kept between steps."""
 
     selected: jax.Array  # int32 [B, T, index_topk] compressed entries each query attends to, -1 unused
-    entries: jax.Array  # int32 [B, T, index_topk] where these lie in the pool: page * 128 + entry, -1 unused
+    physical_entries: jax.Array  # int32 [B, T, index_topk] where these lie in the pool: page * 128 + entry, -1 unused
     candidates: jax.Array | None  # int32 [B, T, candidate_topk_blocks] candidate blocks, ascending, -1 unused
     index_source: int = dataclasses.field(metadata={"static": True})  # layer that made `selected`
 

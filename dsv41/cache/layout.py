@@ -124,7 +124,7 @@ class CacheLayout:
         physical = page * self.pages_per_logical(ratio) + entry % per_logical // PAGE_ENTRIES
         return jnp.where(inside & (page >= 0), physical, -1), entry % PAGE_ENTRIES
 
-    def entry_number(self, page_table: jax.Array, entry: jax.Array, ratio: int) -> jax.Array:
+    def physical_entry(self, page_table: jax.Array, entry: jax.Array, ratio: int) -> jax.Array:
         """Where entries lie in the pool as one number, page * 128 + entry; -1 where `address` gives no page."""
         page, inside = self.address(page_table, entry, ratio)
         return jnp.where(page >= 0, page * PAGE_ENTRIES + inside, -1)

@@ -6,7 +6,8 @@
 
 Chunks are cut along the first axis, so that a process that holds some experts or rows reads little else. Random bytes
 of FP4 and FP8 do not compress. Tables are plain files because a look-up takes single rows of 264 bytes: from a mapped
-file that is a page, from a chunked array a whole chunk.
+file that is a page, from a chunked array a whole chunk. Orbax is imported where it is used: a directory in the released
+layout loads without it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 from dsv41.checkpoint.import_plan import Parameter, Piece, RowPiece, group_parameters
 from dsv41.checkpoint.load_parameters import HostParameter
@@ -43,10 +43,6 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 # Hashing lets go of the interpreter; threads are worth it from some size on.
 _HASHERS = min(8, os.cpu_count() or 1)
 _HASH_THREADS_FROM = 4 << 20
-# Saving waits until the files are written, so that orbax needs no copy of the arrays.
-_HANDLERS = ocp.type_handlers.create_type_handler_registry(
-    (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False))
-)
 
 
 class StoredTensor(NamedTuple):
@@ -194,10 +190,16 @@ def _save(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
     Raises:
       DSV41Error: the system refuses; what was written is gone then.
     """
+    import orbax.checkpoint as ocp
+
     layout = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=(0,))
     args = ocp.args.PyTreeSave(dict(arrays), save_args=dict.fromkeys(arrays, layout))
+    # Saving waits until the files are written, so that orbax needs no copy of the arrays.
+    types = ocp.type_handlers.create_type_handler_registry(
+        (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False))
+    )
     with _one_error():
-        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False, type_handler_registry=_HANDLERS)
+        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False, type_handler_registry=types)
         try:
             with ocp.Checkpointer(handler) as checkpointer:
                 checkpointer.save(path.absolute(), args=args)
@@ -276,9 +278,16 @@ def restore_arrays(
       CheckpointError: one cannot be read; names the piece and the tensor.
     """
 
+    import orbax.checkpoint as ocp
+
+    def restore_args(struct: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:
+        if struct.sharding is None:
+            return ocp.RestoreArgs(restore_type=np.ndarray)
+        return ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=struct.sharding)
+
     def restore(names: Iterable[str]) -> dict[str, np.ndarray | jax.Array]:
         item = {name: structs[name] for name in names}
-        args = {name: _restore_args(struct) for name, struct in item.items()}
+        args = {name: restore_args(struct) for name, struct in item.items()}
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True)) as checkpointer:
             return checkpointer.restore(
                 path.absolute(), args=ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=True)
@@ -301,12 +310,6 @@ def _unreadable(names: Iterable[str], restore: Callable[[list[str]], Any]) -> st
         except Exception:
             failing.append(repr(name))
     return f"tensor {failing[0]}" + (f" and {len(failing) - 1} more" if len(failing) > 1 else "") if failing else "it"
-
-
-def _restore_args(struct: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:
-    if struct.sharding is None:
-        return ocp.RestoreArgs(restore_type=np.ndarray)
-    return ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=struct.sharding)
 
 
 def abstract_arrays(record: PieceRecord) -> dict[str, jax.ShapeDtypeStruct]:

@@ -43,7 +43,7 @@ def profile_step(model: Model, *, rows: int, context: int, tokens: int = 1, step
     The pages hold random bytes: what the step says means nothing.
 
     Raises:
-      DSV41Error: the backend's trace lists no kernels (CPU), or the cache cannot hold the context.
+      DSV41Error: the backend's trace lists no kernels (all but NVIDIA GPUs), or the cache cannot hold the context.
     """
     cache = _random_pages(model.init_cache(rows, context + tokens))
     look_back = max(model.config.text_config.engram_max_ngram_size, 1)
@@ -63,7 +63,7 @@ def profile_step(model: Model, *, rows: int, context: int, tokens: int = 1, step
     step()
     events = trace_kernels(step, steps)
     if not events:
-        raise DSV41Error(f"the trace of {jax.devices()[0].device_kind} lists no kernels; profile on an accelerator")
+        raise DSV41Error(f"the trace of {jax.devices()[0].device_kind} lists no kernels; profile on an NVIDIA GPU")
     return _by_layer(events, scopes, steps)
 
 

@@ -68,8 +68,8 @@ class Attention(AttentionProjections):
             with jax.named_scope("select"):
                 state = self.indexer(x, qr, rope, batch, cache, self.kv_index, state)
                 if forced is not None:
-                    entries = cache.layout.entry_number(cache.page_table[batch.slot], forced, self.spec.ratio)
-                    state = dataclasses.replace(state, selected=forced, entries=entries)
+                    entries = cache.layout.physical_entry(cache.page_table[batch.slot], forced, self.spec.ratio)
+                    state = dataclasses.replace(state, selected=forced, physical_entries=entries)
         elif self.spec.mode is LayerMode.REUSE and (state is None or state.index_source != self.spec.index_source):
             raise ValueError(
                 f"layer {self.spec.index} reuses the selection of layer {self.spec.index_source}, which has not run "
@@ -151,7 +151,7 @@ class Attention(AttentionProjections):
             ring = ring_layout.write(ring, slot, index, e4m3_to_byte(new[0]), new[1])
         pool, entries = None, None
         if state is not None and self.kv_index is not None:
-            pool, entries = cache.main[self.kv_index], jnp.where(valid, state.entries, -1)
+            pool, entries = cache.main[self.kv_index], jnp.where(valid, state.physical_entries, -1)
         o = sparse_attention(
             q, read, read_slot, jnp.where((key >= floor) & valid, where, -1), pool, entries, self.attn_sink[...], rope,
             scale=self.config.head_dim**-0.5, window_layout=read_layout,

@@ -84,12 +84,16 @@ class Indexer(nnx.Module):
         visible = selection.visible_entries(batch.positions(), batch.valid(), self.spec.ratio)
         candidates = None if state is None else state.candidates
         pool = cache.index[kv_index]
-        by_blocks = indexer.runs_kernel(query.values, query.weights, pool, self.config.candidate_block_size)
+        num_pages = cache.page_table.shape[1] * cache.layout.pages_per_logical(self.spec.ratio)
+        by_blocks = indexer.runs_kernel(
+            query.values, query.weights, pool, self.config.candidate_block_size,
+            num_pages=num_pages, num_blocks=max(self.config.index_topk, self.config.candidate_topk_blocks),
+        )  # fmt: skip
         choose = self._by_blocks if by_blocks else self._streaming
         selected, built = choose(query, visible, candidates, cache.page_table[batch.slot], pool, cache.layout)
         return AttentionState(
             selected=selected,
-            entries=cache.layout.entry_number(cache.page_table[batch.slot], selected, self.spec.ratio),
+            physical_entries=cache.layout.physical_entry(cache.page_table[batch.slot], selected, self.spec.ratio),
             candidates=built if self.spec.builds_candidates else candidates,
             index_source=self.spec.index,
         )

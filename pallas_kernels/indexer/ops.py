@@ -115,13 +115,18 @@ def entry_scores(
     return ref.entry_scores(*arrays, block_size=block_size)
 
 
-def runs_kernel(q_values: jax.Array, weights: jax.Array, pool: jax.Array, block_size: int) -> bool:
+def runs_kernel(
+    q_values: jax.Array, weights: jax.Array, pool: jax.Array, block_size: int, *, num_pages: int, num_blocks: int
+) -> bool:
     """Whether both entries run as kernels under the current choice of kernels, and not as plain XLA.
+
+    num_pages: of a sequence's table; num_blocks: listed for a query.
 
     Raises:
       ValueError: kernels were asked for and cannot run these shapes.
     """
-    return choose("index scores", None, _problems(q_values, weights, pool, block_size)) != "xla"
+    problems = _problems(q_values, weights, pool, block_size, num_pages=num_pages, num_blocks=num_blocks)
+    return choose("index scores", None, problems) != "xla"
 
 
 def _problems(q_values, weights, pool, block_size: int, **counts: int) -> dict[str, Callable[[], str | None]]:

@@ -43,7 +43,7 @@ def test_the_scope_of_the_trace_stands_in_for_an_unknown_instruction():
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a CPU's trace lists no kernels")
 def test_a_cpu_is_refused():
-    with pytest.raises(DSV41Error, match="lists no kernels; profile on an accelerator"):
+    with pytest.raises(DSV41Error, match="lists no kernels; profile on an NVIDIA GPU"):
         profile_step(small_model(), rows=2, context=40)
 
 

@@ -9,7 +9,7 @@ import pytest
 from launch import tune_kernels
 from launch.cli import run
 from pallas_kernels.registry import arg_specs
-from pallas_kernels.tuning import data_file, trial
+from pallas_kernels.tuning import HEURISTIC, data_file, trial
 
 
 def _run(*argv: str) -> int:
@@ -22,7 +22,7 @@ def fake(monkeypatch):
     times = {1: 9.9, 2: 6.0, 3: None, 4: 8.0}
 
     def time_spec(spec, kernel):
-        if not trial.value:
+        if trial.value == HEURISTIC:
             return 10.0
         ((_, name, value),) = trial.value
         assert name == "splits"
@@ -50,6 +50,14 @@ def test_the_best_choice_is_kept_beside_other_shapes(fake, tmp_path, capsys):
     assert "6.0" in capsys.readouterr().out
 
 
+def test_a_second_run_says_the_same(fake, tmp_path):
+    """What the first one wrote is not what the second one compares with."""
+    for _ in range(2):
+        assert _run("--op=topk", f"--out={tmp_path / 'sizes'}") == 0
+        path = tmp_path / "sizes" / data_file(jax.devices()[0].device_kind).name
+        assert json.loads(path.read_text())["ops"] == {"topk": {"64x128": {"splits": 2}}}
+
+
 def test_a_choice_that_gains_little_leaves_the_heuristic(fake, tmp_path):
     fake.update({2: 9.8, 4: 9.9})
     assert _run("--op=topk", f"--out={tmp_path}") == 0
@@ -61,7 +69,9 @@ def test_bad_input(fake, tmp_path, capsys):
     assert _run() == 2
     assert "give --out=DIR" in capsys.readouterr().err
     assert _run("--out=/nowhere/at/all") == 2
-    assert "no such directory /nowhere/at/all" in capsys.readouterr().err
+    assert "no such directory /nowhere/at" in capsys.readouterr().err
+    assert _run("--spec=nothing", f"--out={tmp_path}") == 2
+    assert "--spec='nothing': no shape of" in capsys.readouterr().err
     path = tmp_path / data_file(jax.devices()[0].device_kind).name
     path.write_text(json.dumps({"device_kind": "another", "ops": {}}))
     assert _run(f"--out={tmp_path}") == 2

@@ -142,7 +142,7 @@ def test_a1_reuse_without_a_selection_is_an_error():
     with pytest.raises(ValueError, match="layer 3 reuses the selection of layer 2"):
         backbone.layers[3].attn(x, batch, cache, None, None)
     none = jnp.full((1, 8, 8), -1, jnp.int32)
-    stale = AttentionState(selected=none, entries=none, candidates=None, index_source=4)
+    stale = AttentionState(selected=none, physical_entries=none, candidates=None, index_source=4)
     with pytest.raises(ValueError, match="layer 3 reuses the selection of layer 2"):
         backbone.layers[3].attn(x, batch, cache, stale, None)
     with pytest.raises(ValueError, match="candidate pool that no layer"):

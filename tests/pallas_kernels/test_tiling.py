@@ -25,3 +25,8 @@ def test_tiles_change_nothing(tile):
 )
 def test_tile_fits_the_budget(tokens, bytes_per_token, tile):
     assert query_tile(tokens, bytes_per_token, budget=1000) == tile
+
+
+def test_no_tokens():
+    assert query_tile(0, 100) == 1
+    assert map_query_tiles(lambda x: x + 1, 1, jnp.zeros((2, 0, 3))).shape == (2, 0, 3)
