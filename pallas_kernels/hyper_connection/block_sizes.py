@@ -45,6 +45,10 @@ class Plan:
     dim: int
     finish_tokens: int
 
+    def __post_init__(self):
+        if self.finish_tokens != 1 and (self.finish_tokens % 4 or not 0 < self.finish_tokens <= 128):
+            raise ValueError(f"finish_tokens must be 1 or a multiple of 4 up to 128, got {self.finish_tokens}")
+
     @property
     def chunks(self) -> int:
         return self.dim // COLUMNS

@@ -250,7 +250,8 @@ class _Body:
         def publish_item(i, loaded):
             _, _, split = self.item(jnp.minimum(cta + i * self.ctas, self.items - 1))
             first = split * self.plan.blocks
-            count = jnp.minimum(self.shape.blocks - first, self.plan.blocks)
+            # A tuned number of splits may leave the last ones without blocks.
+            count = jnp.maximum(jnp.minimum(self.shape.blocks - first, self.plan.blocks), 0)
             publish(words, lax.rem(i, 2), (i < items).astype(jnp.int32), first, count, *loaded)
 
         first_item, second_item = jnp.int32(0), jnp.int32(1)

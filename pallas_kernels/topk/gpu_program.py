@@ -346,7 +346,8 @@ class TopK:
             lanes = s.ballot(best)
             with s.when(best):
                 put(place + s.popcount(lanes & below), i, key)
-            with s.when(~best & (key >= low)):
+            # Behind the list lie keys 0, which the lowest bound does not tell from the list's own.
+            with s.when(~best & (key >= low) & (i < count)):
                 rank = s.fetch_add_shared(self.list.state, s.const(1), 4 * TIES)
                 with s.when(rank < need):
                     put(rank - need + plan.k, i, key)

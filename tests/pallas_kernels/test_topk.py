@@ -173,6 +173,17 @@ def test_gpu_program_lengths(length):
     cases.check(ids, scores, 50, lengths)
 
 
+@pytest.mark.parametrize("value", [-0.0, -(2.0**-127), 0.0])
+@pytest.mark.parametrize(("width", "k"), [(508, 500), (1004, 1000)])
+def test_gpu_program_takes_nothing_behind_the_list(width, k, value):
+    """All scores have the lowest key that a bound can tell from the padding behind the list."""
+    scores = np.full((1, width), value, np.float32)
+    plan, following = block_sizes.plans(1, width, k, 4)
+    assert following is None
+    ids, _ = _emulate(plan, scores)
+    cases.check(ids, scores, k, None)
+
+
 @pytest.mark.parametrize("threads", [128, 256, 512, 1024])
 def test_gpu_program_threads(threads):
     scores = cases.make("random", 6, 1, 9000, jnp.float32)
