@@ -45,7 +45,10 @@ def profile_step(model: Model, *, rows: int, context: int, tokens: int = 1, step
     Raises:
       DSV41Error: the backend's trace lists no kernels (all but NVIDIA GPUs), or the cache cannot hold the context.
     """
-    cache = _random_pages(model.init_cache(rows, context + tokens))
+    cache = model.init_cache(rows, context + tokens)
+    if jax.default_backend() not in ("gpu", "cuda"):
+        raise DSV41Error(f"the trace of {jax.devices()[0].device_kind} lists no kernels; profile on an NVIDIA GPU")
+    cache = _random_pages(cache)
     look_back = max(model.config.text_config.engram_max_ngram_size, 1)
     new = np.arange(rows * tokens).reshape(rows, tokens) % 97 + 3
     batch = model.make_batch(new, [np.arange(look_back) % 97 + 3] * rows)
@@ -62,8 +65,6 @@ def profile_step(model: Model, *, rows: int, context: int, tokens: int = 1, step
 
     step()
     events = trace_kernels(step, steps)
-    if not events:
-        raise DSV41Error(f"the trace of {jax.devices()[0].device_kind} lists no kernels; profile on an NVIDIA GPU")
     return _by_layer(events, scopes, steps)
 
 

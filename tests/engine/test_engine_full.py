@@ -28,6 +28,7 @@ from tests.models_for_tests import small_model
 FULL = {"prefill": "full"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(1, 63, 66, 129), (60, 61, 62, 64)])
 def test_full_prefill_gives_the_tokens_of_generate(lengths):
     """Cases A9, C13: greedy, and sampled with a seed of its own; every length modulo 4."""

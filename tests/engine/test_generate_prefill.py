@@ -40,6 +40,7 @@ def test_the_engine_gives_the_same_tokens():
     assert [engine.take(r).token_ids for r in requests] == plain()
 
 
+@pytest.mark.slow
 def test_speculation_gives_the_same_tokens():
     seen = []
     prefill = run(speculate=Speculation(), on_prefill=lambda done, total: seen.append((done, total)))

@@ -147,6 +147,7 @@ def test_bad_input(capsys, monkeypatch, tmp_path, arguments, message):
     assert err.startswith("generate: ") and message in err
 
 
+@pytest.mark.slow
 def test_speculation(capsys):
     """The same tokens, and what the rounds came to."""
     arguments = ("--prompt_ids=0,17,42", "--max_new_tokens=9", "--stop_ids=")
@@ -182,6 +183,7 @@ def start_program(environment, *arguments):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_as_a_program():
     assert len(start_program(None)["token_ids"]) <= 2
 

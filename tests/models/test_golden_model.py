@@ -36,7 +36,7 @@ def _run(model: Model, name: str, forced: bool) -> Run:
     return run_golden(model, expected(name), forced=forced)
 
 
-@pytest.fixture(params=["tiny_text", "tiny_bf16"])
+@pytest.fixture(params=["tiny_text", pytest.param("tiny_bf16", marks=pytest.mark.slow)])
 def golden_set(request) -> tuple[str, Model]:
     model = request.getfixturevalue("bf16_model") if request.param == "tiny_bf16" else tiny_model()
     return request.param, model
@@ -155,6 +155,7 @@ def test_drafter_taps():
     assert np.sqrt(((actual - golden) ** 2).mean() / (golden**2).mean()) < 0.04
 
 
+@pytest.mark.slow
 def test_one_sequence_of_the_bf16_model(bf16_model):
     """Sublayer outputs of row 1, which the golden set ran alone; drift of the forced run, as for the streams."""
     g = expected("tiny_bf16")

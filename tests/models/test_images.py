@@ -81,7 +81,8 @@ def test_images_reach_the_embeddings_and_nothing_else():
         np.testing.assert_array_equal(batch.image_embeds[row, own.positions], own.embeds)
 
 
-@pytest.mark.parametrize("size", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [7, 1])
 def test_case_m5_spans_cut_by_chunks(size):
     """7 cuts each span at several places; 1 goes through it token by token."""
     logits, cache = feed_images(split(LENGTH, size))

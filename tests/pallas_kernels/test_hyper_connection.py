@@ -194,7 +194,7 @@ def test_kernel_equals_ref_on_cases(kernel, case):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("tokens,dim", [(0, 128), (1, 128), (17, 384), (33, 256)])
+@pytest.mark.parametrize("tokens,dim", [(0, 128), (1, 128), (17, 384), pytest.param(33, 256, marks=pytest.mark.slow)])
 def test_kernel_equals_ref_at_sizes(kernel, tokens, dim):
     args = cases.make("random", 11, tokens, dim)
     out = _compiled(kernel)(*args)

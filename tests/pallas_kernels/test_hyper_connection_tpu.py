@@ -10,7 +10,7 @@ from tests.pallas_kernels import hyper_connection_cases as cases
 
 
 # 16 tokens a tile: 5 tiles, the last of 3 tokens; 16 tiles in two halves, the last of 13.
-@pytest.mark.parametrize("tokens", [67, 253])
+@pytest.mark.parametrize("tokens", [67, pytest.param(253, marks=pytest.mark.slow)])
 def test_many_tiles(tokens, monkeypatch):
     monkeypatch.setattr(tpu, "_MAX_TILE", 16)
     args = cases.make("random", 13, tokens, 128)

@@ -242,6 +242,7 @@ def test_tpu_cases(dtype):
         cases.check(topk(jnp.asarray(scores), lengths=jnp.asarray(lengths)), scores, 33, lengths)
 
 
+@pytest.mark.slow
 def test_tpu_pyramid(monkeypatch):
     from pallas_kernels.topk import tpu
 
