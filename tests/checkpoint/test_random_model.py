@@ -25,6 +25,7 @@ def test_has_the_layout_of_a_loaded_model():
     assert random_model(model.config, drafter=False).drafter is None
 
 
+@pytest.mark.slow
 def test_logits_are_numbers_and_differ():
     """In the program that the loaded model runs."""
     model = random_model(tiny_model().config, seed=1)

@@ -65,6 +65,7 @@ def compilations():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
+@pytest.mark.slow
 @BOTH
 def test_nothing_is_compiled_while_serving(compilations, speculation):
     pool = SnapshotPool(1 << 24)
@@ -91,6 +92,7 @@ def test_case_n16_results_do_not_depend_on_the_other_requests(speculation):
     check_company(speculation=speculation)
 
 
+@pytest.mark.slow
 def test_drafts_do_not_change_greedy_tokens():
     prompts = [ids(n, n) for n in (100, 20, 5)]
     made = engine(speculation=Speculation(), **ALONE)

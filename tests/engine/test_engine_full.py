@@ -41,6 +41,7 @@ def test_full_prefill_gives_the_tokens_of_generate(lengths):
     assert [made.take(n).token_ids for n in numbers] == tokens(wanted)
 
 
+@pytest.mark.slow
 def test_case_n16_results_do_not_depend_on_the_other_requests():
     check_company(**FULL)
 

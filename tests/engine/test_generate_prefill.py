@@ -24,6 +24,7 @@ def plain():
     return run()
 
 
+@pytest.mark.slow
 def test_prompts_within_the_window_give_the_tokens_of_full_prefill():
     assert plain()[:2] == run(prefill="full")[:2]
 
@@ -33,6 +34,7 @@ def test_a_chunk_smaller_than_the_window_counts_as_one():
     assert run(prefill_chunk=3) == plain()
 
 
+@pytest.mark.slow
 def test_the_engine_gives_the_same_tokens():
     engine = Engine(tiny_model(), EngineOptions(max_requests=4, max_tokens=256, prefill_chunk=CHUNK, reuse=False))
     requests = [engine.add(p, max_new_tokens=6, stop_ids=()) for p in PROMPTS]

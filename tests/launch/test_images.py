@@ -36,6 +36,7 @@ def generated(capsys, *arguments) -> dict:
     return json.loads(out)
 
 
+@pytest.mark.slow
 def test_generate(capsys, photo):
     """No mark, a mark among ids and a mark in the text, all for the same prompt."""
     first = generated(capsys, photo, "--prompt_ids=0,371,86,261")

@@ -42,7 +42,7 @@ def whole() -> tuple[np.ndarray, KVCache]:
     return feed(expected("tiny_text")["input_ids"][:, :LENGTH], [LENGTH])
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 6, 7, pytest.param(16, marks=pytest.mark.slow), 17])
+@pytest.mark.parametrize("size", [1, 2, 3, 6, 7, *[pytest.param(n, marks=pytest.mark.slow) for n in (16, 17)]])
 def test_chunks_equal_one_pass(size):
     """1 is decode, 6 the longest verify block; odd sizes leave ratio-2 groups open between steps."""
     logits, cache = feed(expected("tiny_text")["input_ids"][:, :LENGTH], split(LENGTH, size))

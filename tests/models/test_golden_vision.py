@@ -149,6 +149,7 @@ def test_streams_of_the_forced_run():
         assert np.sqrt(((actual - golden) ** 2).mean() / (golden**2).mean()) < 0.04
 
 
+@pytest.mark.slow
 def test_experts_of_image_tokens():
     """Chosen with `bias_vl`: nearly all as in the golden free run, and far from what `bias` would choose."""
     _, _, aux = run("free")

@@ -90,6 +90,7 @@ def test_case_m5_spans_cut_by_chunks(size):
     assert same_bytes(cache, whole()[1])
 
 
+@pytest.mark.slow
 def test_a_text_row_does_not_notice_its_neighbours_image():
     """Another program, the same bits."""
     model, (ids, _) = tiny_model(), rows()

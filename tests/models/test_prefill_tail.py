@@ -65,6 +65,7 @@ def only(rows, *kinds):
     return [{n: x for n, x in row.items() if n.partition(".")[0] in kinds} for row in rows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [7, WINDOW])
 def test_a_prompt_within_the_window_is_prefilled_exactly(length):
     """Bit for bit: logits, pages, rings."""
