@@ -33,7 +33,7 @@ class ArgSpec:
 
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The arrays' shapes and dtypes."""
-        return jax.eval_shape(self.make, jax.random.key(0))
+        return jax.eval_shape(lambda: self.make(jax.random.key(0)))
 
     def bind(self, implementation: str | None) -> Callable[[dict[str, jax.Array]], Any]:
         """A function of the arrays' dict."""

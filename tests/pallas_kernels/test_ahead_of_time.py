@@ -15,6 +15,7 @@ CASES = [pytest.param(spec, id=f"{op}-{spec.name}") for op in OPS for spec in ar
 
 @pytest.mark.parametrize("spec", CASES)
 def test_tpu_kernels_lower(spec):
+    arrays = spec.abstract()
     with lowering_for("tpu", "TPU v6 lite"):
-        lowered = jax.jit(spec.bind("tpu")).trace(spec.abstract()).lower(lowering_platforms=("tpu",))
+        lowered = jax.jit(spec.bind("tpu")).trace(arrays).lower(lowering_platforms=("tpu",))
     assert "stablehlo.custom_call @tpu_custom_call" in lowered.as_text()
