@@ -27,6 +27,7 @@ from dsv41.config.atomic_file import check_target, write_file
 from launch.cli import new_flags, run
 from pallas_kernels.arg_spec import ArgSpec
 from pallas_kernels.bench import Row, bench, ceilings
+from pallas_kernels.dispatch import backend
 from pallas_kernels.registry import OPS, arg_specs
 
 FLAGS = new_flags()
@@ -51,7 +52,7 @@ _JSON = flags.DEFINE_string("json", None, "File for the results as JSON.", flag_
 
 def _kernel() -> str:
     """The implementation that this backend's kernels go by; "xla" where it has none."""
-    return {"gpu": "gpu", "cuda": "gpu", "tpu": "tpu"}.get(jax.default_backend(), "xla")
+    return "xla" if backend() == "cpu" else backend()
 
 
 def _specs() -> dict[str, list[ArgSpec]]:

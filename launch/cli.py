@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from absl import flags
 
 from dsv41.config import DSV41Error
+from pallas_kernels.dispatch import KernelUnavailable
 
 BAD_INPUT = 2
 INTERRUPTED = 130
@@ -72,7 +73,7 @@ def run(main: Callable[[], None], values: flags.FlagValues, argv: Sequence[str] 
                 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
             main()
         sys.stdout.flush()
-    except DSV41Error as e:
+    except (DSV41Error, KernelUnavailable) as e:
         return _fail(program, str(e), BAD_INPUT)
     except KeyboardInterrupt:
         return _fail(program, "interrupted", INTERRUPTED)

@@ -23,6 +23,7 @@ from dsv41.config import DSV41Error
 from dsv41.config.atomic_file import write_file
 from launch.cli import new_flags, run
 from pallas_kernels.bench import FAILURES, time_spec
+from pallas_kernels.dispatch import backend
 from pallas_kernels.registry import OPS, arg_specs
 from pallas_kernels.tuning import HEURISTIC, combinations, data_file, trial
 
@@ -38,7 +39,7 @@ _MARGIN = flags.DEFINE_float(
 
 
 def _kernel() -> str:
-    if jax.default_backend() not in ("gpu", "cuda"):
+    if backend() != "gpu":
         raise DSV41Error(
             f"the {jax.default_backend()} backend has no kernels to tune: only sizes of GPU kernels are free"
         )

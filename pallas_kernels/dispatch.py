@@ -15,8 +15,10 @@ Ops take `implementation=`; None is what the context says, "auto" unless changed
 """
 
 import functools
+import importlib
 import logging
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 
@@ -29,6 +31,15 @@ kernels = jax.make_user_context(default_value="auto")
 _log = logging.getLogger(__name__)
 
 
+class KernelUnavailable(ValueError):
+    """A kernel that was asked for cannot run here; the message says why."""
+
+
+def backend() -> str:
+    """What this process's default devices are: "gpu", "tpu" or "cpu"."""
+    return {"gpu": "gpu", "cuda": "gpu", "tpu": "tpu"}.get(jax.default_backend(), "cpu")
+
+
 def choose(op: str, implementation: str | None, problems: Mapping[str, Callable[[], str | None]]) -> str:
     """The implementation to run: "xla", "gpu", "tpu" or "tpu_interpret".
 
@@ -38,7 +49,8 @@ def choose(op: str, implementation: str | None, problems: Mapping[str, Callable[
       problems: for "gpu" and "tpu", if there is such a kernel, what keeps it from running these shapes (None: nothing).
 
     Raises:
-      ValueError: the name is unknown, or a kernel that was asked for cannot run; the message says why.
+      ValueError: the name is unknown.
+      KernelUnavailable: a kernel that was asked for cannot run.
     """
     if implementation is None:
         implementation = kernels.value
@@ -46,18 +58,36 @@ def choose(op: str, implementation: str | None, problems: Mapping[str, Callable[
         raise ValueError(f"{op}: unknown implementation {implementation!r}, expected one of {IMPLEMENTATIONS}")
     if implementation == "xla":
         return "xla"
-    backend = {"gpu": "gpu", "cuda": "gpu", "tpu": "tpu"}.get(jax.default_backend(), "cpu")
     named = implementation not in ("auto", "pallas")
-    kernel = implementation.removesuffix("_interpret") if named else backend
+    kernel = implementation.removesuffix("_interpret") if named else backend()
     problem = problems[kernel]() if kernel in problems else f"there is no kernel for the {kernel} backend"
     if problem is None:
         chosen = implementation if named else kernel
     elif implementation == "auto":
         chosen = "xla"
     else:
-        raise ValueError(f"{op}: implementation {implementation!r} cannot run: {problem}")
+        raise KernelUnavailable(f"{op}: implementation {implementation!r} cannot run: {problem}")
     _say(op, chosen, problem)
     return chosen
+
+
+def function(
+    package: str, name: str, implementation: str | None, problems: Mapping[str, Callable[[], str | None]]
+) -> Callable[..., Any]:
+    """The function `name` of the chosen one of a package's modules `ref`, `gpu` and `tpu`, which is imported only now.
+
+    Args:
+      package: of the op, such as "pallas_kernels.topk".
+      name: of the function, and of the op in messages.
+      implementation, problems: as in `choose`.
+
+    Raises:
+      as `choose`.
+    """
+    chosen = choose(name, implementation, problems)
+    module = {"xla": "ref", "tpu_interpret": "tpu"}.get(chosen, chosen)
+    fn = getattr(importlib.import_module(f"{package}.{module}"), name)
+    return functools.partial(fn, interpret=True) if chosen == "tpu_interpret" else fn
 
 
 @functools.cache

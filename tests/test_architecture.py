@@ -10,6 +10,8 @@ import tomllib
 
 import pytest
 
+from pallas_kernels.registry import OPS
+
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGES = ("dsv41", "pallas_kernels", "launch", "tests")
 MAX_FILE_LINES = 500
@@ -63,6 +65,16 @@ def test_kernels_know_only_arrays():
     allowed = {"jax", "ml_dtypes", "numpy", "pallas_kernels"}
     found = {f.relative_to(ROOT).as_posix(): _imported_packages(f) - allowed for f in _python_files("pallas_kernels")}
     assert {f: names for f, names in found.items() if names - (PEER_PACKAGES if f.startswith(PEERS) else set())} == {}
+
+
+def test_the_model_calls_kernels_through_their_ops_only():
+    """No implementation of an op is named outside it, so that one choice holds for a whole step."""
+    inside = re.compile(
+        r"pallas_kernels\.(%s)\.(?!ops\b)\w+|from pallas_kernels\.(%s) import (?!ops\b)" % (("|".join(OPS),) * 2)
+    )
+    users = _python_files("dsv41", "launch")
+    assert len(OPS) == 5
+    assert [f.relative_to(ROOT).as_posix() for f in users if inside.search(f.read_text())] == []
 
 
 def test_only_the_benchmark_knows_peers():

@@ -14,6 +14,7 @@ from dsv41.cache import KVCache
 from dsv41.config import DSV41Error
 from dsv41.models import Model
 from dsv41.models.model import compiled_forward
+from pallas_kernels.dispatch import backend
 from pallas_kernels.measure import KernelEvent, trace_kernels
 
 _LAYER = re.compile(r"/layer_(\d+)/(?:(attention|moe|engram)/)?([a-z_]*)")
@@ -46,7 +47,7 @@ def profile_step(model: Model, *, rows: int, context: int, tokens: int = 1, step
       DSV41Error: the backend's trace lists no kernels (all but NVIDIA GPUs), or the cache cannot hold the context.
     """
     cache = model.init_cache(rows, context + tokens)
-    if jax.default_backend() not in ("gpu", "cuda"):
+    if backend() != "gpu":
         raise DSV41Error(f"the trace of {jax.devices()[0].device_kind} lists no kernels; profile on an NVIDIA GPU")
     cache = _random_pages(cache)
     look_back = max(model.config.text_config.engram_max_ngram_size, 1)

@@ -1,13 +1,12 @@
 """Entry points of the mHC step."""
 
-import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.compat import gpu_problem
-from pallas_kernels.dispatch import choose
+from pallas_kernels.dispatch import function
 from pallas_kernels.hyper_connection import ref
 from pallas_kernels.hyper_connection.ref import collapse, mix_coefficients, split_mix, update
 
@@ -80,17 +79,9 @@ def residual_step(
 
     if streams.shape[0] == 0:
         return ref.residual_step(*arrays, **options)
-    chosen = choose("hyper_connection", implementation, {"gpu": gpu_says, "tpu": tpu_says})
-    if chosen == "xla":
-        return ref.residual_step(*arrays, **options)
-    if chosen == "gpu":
-        from pallas_kernels.hyper_connection import gpu
-
-        kernel = gpu.residual_step
-    else:
-        from pallas_kernels.hyper_connection import tpu
-
-        kernel = functools.partial(tpu.residual_step, interpret=chosen == "tpu_interpret")
+    kernel = function(__package__, "residual_step", implementation, {"gpu": gpu_says, "tpu": tpu_says})
+    if kernel is ref.residual_step:
+        return kernel(*arrays, **options)
     return _with_derivative_of_ref(kernel, options)(*arrays)
 
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import choose
-from pallas_kernels.indexer import ref
+from pallas_kernels.array_checks import expect
+from pallas_kernels.dispatch import choose, function
 from pallas_kernels.indexer.ref import index_scores, run_maxima
 from pallas_kernels.page_layout import PAGE_ENTRIES, IndexPageLayout
 
@@ -53,16 +53,7 @@ def block_maxima(
         return jnp.zeros((batch, tokens, pages.shape[1] * PAGE_ENTRIES // block_size), jnp.float32)
 
     problems = _problems(q_values, weights, pool, block_size, num_pages=pages.shape[1])
-    chosen = choose("block_maxima", implementation, problems)
-    if chosen == "gpu":
-        from pallas_kernels.indexer import gpu
-
-        return gpu.block_maxima(*arrays, block_size=block_size)
-    if chosen in ("tpu", "tpu_interpret"):
-        from pallas_kernels.indexer import tpu
-
-        return tpu.block_maxima(*arrays, block_size=block_size, interpret=chosen == "tpu_interpret")
-    return ref.block_maxima(*arrays, block_size=block_size)
+    return function(__package__, "block_maxima", implementation, problems)(*arrays, block_size=block_size)
 
 
 def entry_scores(
@@ -103,16 +94,7 @@ def entry_scores(
         return jnp.full((*visible.shape, blocks.shape[2] * block_size), -jnp.inf, jnp.float32)
 
     problems = _problems(q_values, weights, pool, block_size, num_blocks=blocks.shape[2])
-    chosen = choose("entry_scores", implementation, problems)
-    if chosen == "gpu":
-        from pallas_kernels.indexer import gpu
-
-        return gpu.entry_scores(*arrays, block_size=block_size)
-    if chosen in ("tpu", "tpu_interpret"):
-        from pallas_kernels.indexer import tpu
-
-        return tpu.entry_scores(*arrays, block_size=block_size, interpret=chosen == "tpu_interpret")
-    return ref.entry_scores(*arrays, block_size=block_size)
+    return function(__package__, "entry_scores", implementation, problems)(*arrays, block_size=block_size)
 
 
 def runs_kernel(
@@ -151,15 +133,9 @@ def _check(op, q_values, q_scales, weights, pool, pages, visible, block_size: in
     if block_size < 1 or PAGE_ENTRIES % block_size:
         raise ValueError(f"{op}: block_size must divide {PAGE_ENTRIES}, got {block_size}")
 
-    def expect(name: str, array: jax.Array, dtype, *shape: int | None) -> None:
-        fits = len(array.shape) == len(shape) and all(e in (None, a) for e, a in zip(shape, array.shape, strict=True))
-        if not fits or array.dtype != dtype:
-            wanted = ", ".join("any" if e is None else str(e) for e in shape)
-            raise ValueError(f"{op}: {name} must be {jnp.dtype(dtype)} [{wanted}], got {array.dtype} {array.shape}")
-
-    expect("q_values", q_values, jnp.uint8, b, t, n, half)
-    expect("q_scales", q_scales, jnp.uint8, b, t, n, layout.scale_bytes)
-    expect("weights", weights, jnp.bfloat16, b, t, n)
-    expect("pool", pool, jnp.uint8, None, *layout.shape(1)[1:])
-    expect("pages", pages, jnp.int32, b, None)
-    expect("visible", visible, jnp.int32, b, t)
+    expect(op, "q_values", q_values, jnp.uint8, b, t, n, half)
+    expect(op, "q_scales", q_scales, jnp.uint8, b, t, n, layout.scale_bytes)
+    expect(op, "weights", weights, jnp.bfloat16, b, t, n)
+    expect(op, "pool", pool, jnp.uint8, None, *layout.shape(1)[1:])
+    expect(op, "pages", pages, jnp.int32, b, None)
+    expect(op, "visible", visible, jnp.int32, b, t)

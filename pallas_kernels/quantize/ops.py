@@ -5,13 +5,10 @@ kernel can beat. So `implementation=None` and "auto" mean XLA here, and the kern
 writes choose by backend like every other op.
 """
 
-import functools
-from collections.abc import Callable, Mapping
-
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import choose
+from pallas_kernels.dispatch import function
 from pallas_kernels.page_layout import IndexPageLayout, MainPageLayout, WindowLayout
 from pallas_kernels.quantize import ref
 from pallas_kernels.quantize.ref import (
@@ -237,7 +234,7 @@ def _kernel(op: str, implementation: str | None, *arrays: jax.Array):
         "gpu": lambda: gpu.problem(first.shape[-1] * pack, first.size * pack, dtype),
         "tpu": lambda: tpu.problem(first.shape[-1] * pack),
     }
-    return _chosen(op, implementation, problems)(*arrays)
+    return function(__package__, op, implementation, problems)(*arrays)
 
 
 def _write(op: str, implementation: str | None, pool: jax.Array, rope: jax.Array, *arrays: jax.Array, **static):
@@ -247,14 +244,4 @@ def _write(op: str, implementation: str | None, pool: jax.Array, rope: jax.Array
         return pool
     sizes = arrays[0].shape[-1], 2 * rope.shape[-1]
     problems = {"gpu": lambda: gpu.write_problem(*sizes), "tpu": lambda: tpu.write_problem(*sizes)}
-    return _chosen(op, implementation, problems)(*arrays, **static)
-
-
-def _chosen(op: str, implementation: str | None, problems: Mapping[str, Callable[[], str | None]]) -> Callable:
-    """The function of the chosen module."""
-    from pallas_kernels.quantize import gpu, tpu
-
-    chosen = choose(op, implementation, problems)
-    if chosen == "tpu_interpret":
-        return functools.partial(getattr(tpu, op), interpret=True)
-    return getattr({"xla": ref, "gpu": gpu, "tpu": tpu}[chosen], op)
+    return function(__package__, op, implementation, problems)(*arrays, **static)

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import choose
+from pallas_kernels.array_checks import expect
+from pallas_kernels.dispatch import function
 from pallas_kernels.page_layout import MainPageLayout, WindowLayout
-from pallas_kernels.sparse_attention import ref
 
 
 def sparse_attention(
@@ -63,17 +63,9 @@ def sparse_attention(
 
         return tpu.problem(q, window_index, selected, rope, window_layout=window_layout)
 
-    chosen = choose("sparse_attention", implementation, {"gpu": gpu_problem, "tpu": tpu_problem})
-    if chosen in ("tpu", "tpu_interpret"):
-        from pallas_kernels.sparse_attention import tpu
-
-        interpret = chosen == "tpu_interpret"
-        return tpu.sparse_attention(*arrays, scale=scale, window_layout=window_layout, interpret=interpret)
-    if chosen == "gpu":
-        from pallas_kernels.sparse_attention import gpu
-
-        return gpu.sparse_attention(*arrays, scale=scale, window_layout=window_layout)
-    return ref.sparse_attention(*arrays, scale=scale, window_layout=window_layout)
+    problems = {"gpu": gpu_problem, "tpu": tpu_problem}
+    attend = function(__package__, "sparse_attention", implementation, problems)
+    return attend(*arrays, scale=scale, window_layout=window_layout)
 
 
 def _check(q, window, slot, window_index, pool, selected, sink, rope, window_layout: WindowLayout) -> None:
@@ -85,23 +77,16 @@ def _check(q, window, slot, window_index, pool, selected, sink, rope, window_lay
     if (pool is None) != (selected is None):
         raise ValueError("sparse_attention: pool and selected come together")
 
-    def expect(name: str, array: jax.Array, dtype, *shape: int | None) -> None:
-        fits = len(array.shape) == len(shape) and all(e in (None, a) for e, a in zip(shape, array.shape, strict=True))
-        if not fits or array.dtype != dtype:
-            wanted = ", ".join("any" if e is None else str(e) for e in shape)
-            raise ValueError(
-                f"sparse_attention: {name} must be {jnp.dtype(dtype)} [{wanted}], got {array.dtype} {array.shape}"
-            )
-
-    expect("q", q, jnp.bfloat16, b, t, n, h)
-    expect("window", window, jnp.uint8, None, *window_layout.shape(1)[1:])
-    expect("slot", slot, jnp.int32, b)
-    expect("window_index", window_index, jnp.int32, b, t, None)
-    expect("sink", sink, jnp.float32, n)
+    op = "sparse_attention"
+    expect(op, "q", q, jnp.bfloat16, b, t, n, h)
+    expect(op, "window", window, jnp.uint8, None, *window_layout.shape(1)[1:])
+    expect(op, "slot", slot, jnp.int32, b)
+    expect(op, "window_index", window_index, jnp.int32, b, t, None)
+    expect(op, "sink", sink, jnp.float32, n)
     if pool is not None:
-        expect("pool", pool, jnp.uint8, None, *MainPageLayout(h).shape(1)[1:])
-        expect("selected", selected, jnp.int32, b, t, None)
+        expect(op, "pool", pool, jnp.uint8, None, *MainPageLayout(h).shape(1)[1:])
+        expect(op, "selected", selected, jnp.int32, b, t, None)
     if rope is not None:
-        expect("rope", rope, jnp.float32, b, t, 2, None)
+        expect(op, "rope", rope, jnp.float32, b, t, 2, None)
         if 2 * rope.shape[-1] > h:
             raise ValueError(f"sparse_attention: rope rotates {2 * rope.shape[-1]} channels of {h}")

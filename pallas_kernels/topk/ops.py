@@ -3,8 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import choose
-from pallas_kernels.topk import ref
+from pallas_kernels.dispatch import function
 from pallas_kernels.topk.ref import empty_topk, merge_topk
 
 __all__ = ["empty_topk", "merge_topk", "topk"]
@@ -47,9 +46,4 @@ def topk(
     from pallas_kernels.topk import gpu, tpu
 
     problems = {"gpu": lambda: gpu.problem(scores, k, lengths=lengths), "tpu": lambda: tpu.problem(scores, k)}
-    chosen = choose("topk", implementation, problems)
-    if chosen == "gpu":
-        return gpu.topk(scores, k, lengths=lengths)
-    if chosen in ("tpu", "tpu_interpret"):
-        return tpu.topk(scores, k, lengths=lengths, interpret=chosen == "tpu_interpret")
-    return ref.topk(scores, k, lengths=lengths)
+    return function(__package__, "topk", implementation, problems)(scores, k, lengths=lengths)

@@ -4,11 +4,14 @@ import io
 import os
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 from absl import flags
 
 from dsv41.config import DSV41Error
 from launch.cli import new_flags, run
+from pallas_kernels.topk.ops import topk
 
 
 @pytest.fixture
@@ -47,6 +50,19 @@ def test_two_scripts_may_use_one_flag_name():
         flags.DEFINE_integer("size", default, "A size.", flag_values=values)
         assert run(lambda: None, values, ["x"]) == 0
         assert values.size == default
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="about a backend without kernels")
+def test_kernels_that_cannot_run_are_bad_input(script, capsys):
+    """As `--kernels=pallas` asks for them."""
+
+    def main(values):
+        topk(jnp.ones((1, 4)), 2, implementation="pallas")
+
+    assert script(main) == 2
+    assert one_line(capsys) == (
+        "script: topk: implementation 'pallas' cannot run: there is no kernel for the cpu backend"
+    )
 
 
 @pytest.mark.parametrize(
