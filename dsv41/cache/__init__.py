@@ -12,6 +12,7 @@ from dsv41.cache.kv_cache import (
     take_rows,
 )
 from dsv41.cache.layout import FORMAT_VERSION, CacheLayout
+from dsv41.cache.local_step import cache_specs, local_step
 from dsv41.cache.page_io import copy_page, read_page, read_rings, set_page_table, write_page, write_rings
 from dsv41.cache.pages import PagePool
 
@@ -25,8 +26,10 @@ __all__ = [
     "abstract_cache",
     "assign_pages",
     "cache_bytes",
+    "cache_specs",
     "copy_page",
     "init_cache",
+    "local_step",
     "read_page",
     "read_rings",
     "read_window",

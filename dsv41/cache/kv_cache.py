@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
 from dsv41.cache.layout import CacheLayout
 from dsv41.config import DSV41Error, TextConfig
 from dsv41.ops.rope import layer_frequencies, rope_table
+from dsv41.sharding import LOCAL, ShardingRules, place, zeros
 from pallas_kernels.formats import byte_to_e4m3
 from pallas_kernels.page_layout import drop_index
 
@@ -141,7 +144,14 @@ def abstract_cache(
 
 
 def init_cache(
-    config: TextConfig, *, num_slots: int, max_tokens: int, num_pages: int | None = None, draft_tokens: int = 0
+    config: TextConfig,
+    *,
+    num_slots: int,
+    max_tokens: int,
+    num_pages: int | None = None,
+    draft_tokens: int = 0,
+    mesh: Mesh | None = None,
+    rules: ShardingRules = LOCAL,
 ) -> KVCache:
     """An empty cache.
 
@@ -152,9 +162,11 @@ def init_cache(
       num_pages: logical pages in the pool, handed out later with `assign_pages`. None: enough for every slot, all
         assigned.
       draft_tokens: tokens a step may write that are rejected afterwards; above 0 there are rings for the drafter too.
+      mesh, rules: over which devices it is spread, and how; no device has more than its part at any time.
 
     Raises:
-      DSV41Error: a count is not positive, or max_tokens exceeds `max_position_embeddings`.
+      DSV41Error: a count is not positive, max_tokens exceeds `max_position_embeddings`, or slots or pages cannot be
+        spread equally.
     """
     for name, value in (("num_slots", num_slots), ("max_tokens", max_tokens), ("num_pages", num_pages)):
         if value is not None and value < 1:
@@ -166,20 +178,29 @@ def init_cache(
     layout = CacheLayout.from_config(config, draft_tokens=draft_tokens)
     max_pages = layout.pages_for(max_tokens)
     assign_all = num_pages is None
-    abstract = abstract_cache(
-        config, layout, num_slots=num_slots, max_tokens=max_tokens, num_pages=num_pages or num_slots * max_pages
-    )
+    num_pages = num_pages or num_slots * max_pages
+    if mesh is not None:
+        shards = math.prod(mesh.shape[axis] for axis in rules.batch)
+        for name, value in (("num_slots", num_slots), ("num_pages", num_pages)):
+            if value % shards:
+                raise DSV41Error(f"init_cache: {name}={value} cannot be spread equally over {shards} devices")
+    abstract = abstract_cache(config, layout, num_slots=num_slots, max_tokens=max_tokens, num_pages=num_pages)
     positions = np.arange(max_pages * layout.page_tokens)
     tables = (rope_table(layer_frequencies(config, compressed=c), positions) for c in (False, True))
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), dataclasses.replace(abstract, rope=(), page_table=None))
+    empty = dataclasses.replace(abstract, rope=(), page_table=None)
     table = (
         np.arange(num_slots * max_pages).reshape(num_slots, max_pages)
         if assign_all
         else np.full((num_slots, max_pages), -1)
     )
-    return dataclasses.replace(
-        zeros, rope=tuple(jnp.asarray(t) for t in tables), page_table=jnp.asarray(table, jnp.int32)
-    )
+    tables, table = tuple(tables), table.astype(np.int32)
+    if mesh is None:
+        arrays = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), empty)
+        tables, table = jax.tree.map(jnp.asarray, (tables, table))
+    else:
+        arrays = zeros(empty, mesh, rules.spec("batch"))
+        tables, table = place((tables, table), mesh, (PartitionSpec(), rules.spec("batch")))
+    return dataclasses.replace(arrays, rope=tables, page_table=table)
 
 
 def assign_pages(cache: KVCache, slot: int, first: int, pages: list[int]) -> KVCache:

@@ -13,7 +13,7 @@ import numpy as np
 from dsv41.cache import KVCache
 from dsv41.config import DSV41Error
 from dsv41.models import Model
-from dsv41.models.model import compiled_forward
+from dsv41.models.sharded import compiled_forward
 from pallas_kernels.dispatch import backend
 from pallas_kernels.measure import KernelEvent, trace_kernels
 

@@ -5,15 +5,16 @@ A module's attribute path is the tensor's name in the checkpoint. Modules are bu
 """
 
 from dsv41.layers.attention import Attention
-from dsv41.layers.block import Block, DraftBlock
+from dsv41.layers.block import Block, BlockFormats, DraftBlock
 from dsv41.layers.engram import Engram
-from dsv41.layers.linear import Linear, RMSNorm, abstract, parameters_of, with_parameters
+from dsv41.layers.linear import Linear, RMSNorm, abstract, logical_axes_of, parameters_of, with_parameters
 from dsv41.layers.moe import MoE
 from dsv41.layers.residual import Residual, open_streams
 
 __all__ = [
     "Attention",
     "Block",
+    "BlockFormats",
     "DraftBlock",
     "Engram",
     "Linear",
@@ -21,6 +22,7 @@ __all__ = [
     "RMSNorm",
     "Residual",
     "abstract",
+    "logical_axes_of",
     "open_streams",
     "parameters_of",
     "with_parameters",

@@ -16,6 +16,8 @@ from dsv41.layers.projections import AttentionProjections
 from dsv41.ops import compressor as compression
 from dsv41.ops.linear import WeightFormat
 from dsv41.ops.rope import table_of
+from dsv41.ops.token_split import TokenSplit
+from dsv41.sharding import LOCAL, ShardingRules
 from pallas_kernels.fixed_order import contract
 from pallas_kernels.formats import e4m3_to_byte
 from pallas_kernels.page_layout import WindowLayout, drop_index
@@ -34,8 +36,15 @@ class _Compressor(nnx.Module):
 class Attention(AttentionProjections):
     """Window attention plus, by role, compressed entries that this layer or one before it owns and selects."""
 
-    def __init__(self, config: TextConfig, schedule: Schedule, spec: LayerSpec, dense: WeightFormat):
-        super().__init__(config, dense)
+    def __init__(
+        self,
+        config: TextConfig,
+        schedule: Schedule,
+        spec: LayerSpec,
+        dense: WeightFormat,
+        rules: ShardingRules = LOCAL,
+    ):
+        super().__init__(config, dense, rules)
         self.spec = spec
         self.kv_index = None if spec.kv_source is None else [s.index for s in schedule.kv_sources].index(spec.kv_source)
         if spec.owns_kv:
@@ -49,7 +58,7 @@ class Attention(AttentionProjections):
         """One attention sublayer.
 
         Args:
-          x: bfloat16 [B, T, D], normalised.
+          x: bfloat16 [B, T, D], normalised; of this device's tokens (`TokenSplit`), and so is y.
           batch, cache: the step and what is remembered; the cache is written before it is read.
           state: selection of the layers before; required by Reuse layers.
           forced: int32 [B, T, index_topk] entries to attend to instead of the selected ones.
@@ -60,10 +69,11 @@ class Attention(AttentionProjections):
         Raises:
           ValueError: a Reuse or Reindex layer was reached without the selection it depends on.
         """
+        x = self._joined(x, batch)
         rope = table_of(self.spec, cache.rope)[jnp.clip(batch.positions(), 0, cache.max_tokens - 1)]
         qr, q = self.queries(x, rope)
         if self.spec.owns_kv:
-            cache = self.compress(x, batch, cache)
+            cache = self._compress(x, batch, cache)
         if self.spec.selects:
             with jax.named_scope("select"):
                 state = self.indexer(x, qr, rope, batch, cache, self.kv_index, state)
@@ -85,10 +95,14 @@ class Attention(AttentionProjections):
 
         x, batch, cache as in `__call__`. Groups that begin below `batch.write_from` keep their stored bytes.
         """
-        with jax.named_scope("compress"):
-            return self._compress(x, batch, cache)
+        return self._compress(self._joined(x, batch), batch, cache)
 
+    def _joined(self, x: jax.Array, batch: ForwardBatch) -> jax.Array:
+        return TokenSplit(*batch.tokens.shape, self.rules.heads).join(x)
+
+    @jax.named_scope("compress")
     def _compress(self, x: jax.Array, batch: ForwardBatch, cache: KVCache) -> KVCache:
+        """`compress` of all tokens of the batch."""
         ratio, k = self.spec.ratio, self.kv_index
         pending = cache.pending[k]
         if ratio == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dsv41.cache import AttentionState, ForwardBatch, KVCache
-from dsv41.config import LayerSpec, Schedule, TextConfig
+from dsv41.config import LayerSpec, ModelConfig, Schedule, TextConfig
 from dsv41.layers.attention import Attention
 from dsv41.layers.draft_attention import DraftAttention
 from dsv41.layers.engram import Engram
@@ -18,6 +19,23 @@ from dsv41.layers.linear import RMSNorm, abstract
 from dsv41.layers.moe import MoE
 from dsv41.layers.residual import Entered, MixParameters, Residual, enter
 from dsv41.ops.linear import WeightFormat
+from dsv41.ops.token_split import TokenSplit
+from dsv41.sharding import LOCAL, ShardingRules
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockFormats:
+    """How a block's weights are stored: those of every token, and those of routed experts."""
+
+    dense: WeightFormat
+    routed: WeightFormat
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> BlockFormats:
+        """As the checkpoint has them."""
+        if config.quantization_config is None:
+            return cls(WeightFormat.BF16, WeightFormat.BF16)
+        return cls(WeightFormat.FP8_BLOCK, WeightFormat.FP4_ROW)
 
 
 class ResidualBlock(nnx.Module):
@@ -82,14 +100,19 @@ class Block(ResidualBlock):
     """A layer of the backbone."""
 
     def __init__(
-        self, config: TextConfig, schedule: Schedule, spec: LayerSpec, dense: WeightFormat, routed: WeightFormat
+        self,
+        config: TextConfig,
+        schedule: Schedule,
+        spec: LayerSpec,
+        formats: BlockFormats,
+        rules: ShardingRules = LOCAL,
     ):
-        c = config
-        moe = MoE(c, dense=dense, routed=routed, experts=c.n_routed_experts, top_k=c.num_experts_per_tok)
-        super().__init__(c, Attention(c, schedule, spec, dense), moe)
-        self.spec = spec
+        c, experts, top_k = config, config.n_routed_experts, config.num_experts_per_tok
+        moe = MoE(c, dense=formats.dense, routed=formats.routed, experts=experts, top_k=top_k, rules=rules)
+        super().__init__(c, Attention(c, schedule, spec, formats.dense, rules), moe)
+        self.spec, self.rules = spec, rules
         if spec.engram is not None:
-            self.engram = Engram(c, dense)
+            self.engram = Engram(c, formats.dense)
 
     def look_up(self, residual: Residual, batch: ForwardBatch) -> Residual:
         """The residual after this block's Engram; unchanged if it has none."""
@@ -97,9 +120,13 @@ class Block(ResidualBlock):
             return residual
         with jax.named_scope("engram"):
             residual = residual.complete()
-            scales = None if batch.engram_scales is None else batch.engram_scales[:, :, self.spec.engram]
-            values = batch.engram_values[:, :, self.spec.engram]
-            return Residual(self.engram(residual.streams, values, scales, batch.image_mask), residual.pre)
+            split = self._tokens(batch).split
+            scales = None if batch.engram_scales is None else split(batch.engram_scales[:, :, self.spec.engram])
+            values = split(batch.engram_values[:, :, self.spec.engram])
+            return Residual(self.engram(residual.streams, values, scales, split(batch.image_mask)), residual.pre)
+
+    def _tokens(self, batch: ForwardBatch) -> TokenSplit:
+        return TokenSplit(*batch.tokens.shape, self.rules.heads)
 
     def __call__(
         self,
@@ -113,30 +140,33 @@ class Block(ResidualBlock):
         """Attention and MoE sublayers (after `look_up`).
 
         Args:
-          residual, forced_experts: as in `sublayers`.
+          residual: as in `sublayers`, of this device's tokens (`TokenSplit`).
           batch, cache, state, forced_selected: as in `Attention`.
+          forced_experts: int32 [B, T, K] of all tokens of the batch, or None.
 
         Returns:
           the residual, cache, state, and what happened inside, as in `sublayers`.
         """
+        tokens = self._tokens(batch)
 
         def attend(x):
             y, new_cache, new_state = self.attn(x, batch, cache, state, forced_selected)
             return y, (new_cache, new_state)
 
-        residual, (cache, state), inside = self.sublayers(
-            residual, attend, batch.valid(), batch.image_mask, forced_experts
-        )
+        forced = None if forced_experts is None else tokens.split(forced_experts)
+        valid, image_mask = tokens.split(batch.valid()), tokens.split(batch.image_mask)
+        residual, (cache, state), inside = self.sublayers(residual, attend, valid, image_mask, forced)
         return residual, cache, state, inside
 
 
 class DraftBlock(ResidualBlock):
     """A stage of the drafter."""
 
-    def __init__(self, config: TextConfig, dense: WeightFormat, routed: WeightFormat):
-        c = config
-        experts, top_k = c.dspark_n_routed_experts, c.dspark_num_experts_per_tok
-        super().__init__(c, DraftAttention(c, dense), MoE(c, dense=dense, routed=routed, experts=experts, top_k=top_k))
+    def __init__(self, config: TextConfig, formats: BlockFormats, rules: ShardingRules = LOCAL):
+        c, experts, top_k = config, config.dspark_n_routed_experts, config.dspark_num_experts_per_tok
+        moe = MoE(c, dense=formats.dense, routed=formats.routed, experts=experts, top_k=top_k, rules=rules)
+        super().__init__(c, DraftAttention(c, formats.dense, rules), moe)
+        self.rules = rules
 
     def __call__(
         self,
@@ -149,16 +179,17 @@ class DraftBlock(ResidualBlock):
         """One stage over a block.
 
         Args:
-          residual: as in `sublayers`, T being the block size.
+          residual: as in `sublayers`, of this device's tokens of the blocks (`TokenSplit`).
           rope, context, seen: as in `DraftAttention`.
           active: bool [B] rows that draft at all.
 
         Returns:
           the residual, and what happened inside, as in `sublayers`.
         """
+        tokens = TokenSplit(*rope.shape[:2], self.rules.heads)
+        valid = tokens.split(jnp.broadcast_to(active[:, None], rope.shape[:2]))
         # Drafts are text: the image routing bias is never used here (dspark.md section 2.4).
-        image_mask = jnp.zeros(residual.streams.shape[:2], bool)
-        valid = jnp.broadcast_to(active[:, None], image_mask.shape)
+        image_mask = jnp.zeros_like(valid)
         residual, _, inside = self.sublayers(
             residual, lambda x: (self.attn(x, rope, context, seen), None), valid, image_mask, None
         )

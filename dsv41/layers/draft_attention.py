@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv41.layers.projections import AttentionProjections
+from dsv41.ops.token_split import TokenSplit
 from pallas_kernels.formats import e4m3_to_byte
 from pallas_kernels.page_layout import WindowLayout
 from pallas_kernels.sparse_attention.ops import sparse_attention
@@ -20,7 +21,7 @@ class DraftAttention(AttentionProjections):
         """One attention sublayer over a block.
 
         Args:
-          x: bfloat16 [B, K, D], normalised draft inputs.
+          x: bfloat16 [B, K, D], normalised draft inputs; of this device's tokens (`TokenSplit`), and so is the result.
           rope: float32 [B, K, 2, r] at the block's positions.
           context: float8_e4m3fn [B, W, H] and scales uint8 [B, W, H / 32], projected from committed positions with
             this stage's weights.
@@ -29,7 +30,8 @@ class DraftAttention(AttentionProjections):
         Returns:
           bfloat16 [B, K, D]. The block's own entries are scratch; nothing is kept.
         """
-        b, k = x.shape[:2]
+        b, k = rope.shape[:2]
+        x = TokenSplit(b, k, self.rules.heads).join(x)
         _, q = self.queries(x, rope)
         own = self.window_kv(x, rope)
         values, scales = (jnp.concatenate(pair, axis=1) for pair in zip(context, own, strict=True))

@@ -8,6 +8,7 @@ from dsv41.config import TextConfig
 from dsv41.layers.linear import Linear, abstract
 from dsv41.ops import moe
 from dsv41.ops.linear import WeightFormat
+from dsv41.sharding import LOCAL, ShardingRules
 from pallas_kernels.rounding import round_to_bf16
 
 
@@ -30,7 +31,17 @@ class _Gate(nnx.Module):
 class MoE(nnx.Module):
     """Routed experts plus one shared expert; no token is ever dropped."""
 
-    def __init__(self, config: TextConfig, *, dense: WeightFormat, routed: WeightFormat, experts: int, top_k: int):
+    def __init__(
+        self,
+        config: TextConfig,
+        *,
+        dense: WeightFormat,
+        routed: WeightFormat,
+        experts: int,
+        top_k: int,
+        rules: ShardingRules = LOCAL,
+    ):
+        self.rules = rules
         dim, inner = config.hidden_size, config.moe_intermediate_size
         self.gate = _Gate(dim, experts)
         self.experts = _Expert(dim, inner, routed, experts)

@@ -9,10 +9,23 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dsv41.cache import AttentionState, ForwardBatch, KVCache, take_rows
+from dsv41.cache import AttentionState, ForwardBatch, KVCache, local_step
 from dsv41.config import ModelConfig, layer_schedule
-from dsv41.layers import Block, Residual, RMSNorm, abstract, open_streams, parameters_of, with_parameters
-from dsv41.ops.linear import WeightFormat
+from dsv41.layers import (
+    Block,
+    BlockFormats,
+    Residual,
+    RMSNorm,
+    abstract,
+    logical_axes_of,
+    open_streams,
+    parameters_of,
+    with_parameters,
+)
+from dsv41.ops import collectives
+from dsv41.ops.sharded_rows import take_sharded_rows
+from dsv41.ops.token_split import TokenSplit
+from dsv41.sharding import LOCAL, ShardingRules
 from pallas_kernels.fixed_order import contract
 from pallas_kernels.hyper_connection import ops as mhc
 from pallas_kernels.rounding import round_to_bf16
@@ -35,29 +48,35 @@ class ForcedChoices:
 
 class _Table(nnx.Module):
     def __init__(self, rows: int, dim: int):
-        self.weight = abstract(rows, dim)
+        self.weight = abstract(rows, dim, axes=("vocab",))
 
 
 class Backbone(nnx.Module):
-    """Embedding, blocks, final norm and head. Attribute paths are the checkpoint's tensor names."""
+    """Embedding, blocks, final norm and head. Attribute paths are the checkpoint's tensor names.
 
-    def __init__(self, config: ModelConfig):
+    With `rules` it is one device's part of a model spread over a mesh (inside `jax.shard_map`): residuals are those of
+    the device's tokens (`TokenSplit`).
+    """
+
+    def __init__(self, config: ModelConfig, rules: ShardingRules = LOCAL):
         c = config.text_config
-        self.config = c
-        schedule = layer_schedule(c)
-        quantized = config.quantization_config is not None
-        dense = WeightFormat.FP8_BLOCK if quantized else WeightFormat.BF16
-        routed = WeightFormat.FP4_ROW if quantized else WeightFormat.BF16
+        self.config, self.rules = c, rules
+        schedule, formats = layer_schedule(c), BlockFormats.of(config)
         self.embed = _Table(c.vocab_size, c.hidden_size)
-        self.layers = nnx.List([Block(c, schedule, spec, dense, routed) for spec in schedule.layers])
+        self.layers = nnx.List([Block(c, schedule, spec, formats, rules) for spec in schedule.layers])
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.head = _Table(c.vocab_size, c.hidden_size)
 
+    def tokens(self, batch: ForwardBatch) -> TokenSplit:
+        """How the tokens of a step are spread."""
+        return TokenSplit(*batch.tokens.shape, self.rules.heads)
+
     def start(self, batch: ForwardBatch) -> Residual:
         """The streams and the first mix of a step's tokens or image rows."""
-        x = self.embed.weight[...][batch.tokens]
+        split = self.tokens(batch).split
+        x = take_sharded_rows(self.embed.weight[...], split(batch.tokens), self.rules.vocab)
         if batch.image_embeds is not None:
-            x = jnp.where(batch.image_mask[..., None], batch.image_embeds, x)
+            x = jnp.where(split(batch.image_mask)[..., None], split(batch.image_embeds), x)
         return open_streams(x, self.config.hc_mult)
 
     def run(
@@ -72,6 +91,7 @@ class Backbone(nnx.Module):
     ) -> tuple[Residual, KVCache, AttentionState | None, dict[str, jax.Array]]:
         """Runs consecutive blocks; the last value holds what `capture` asks for, keyed "name.layer"."""
         aux: dict[str, jax.Array] = {}
+        join = self.tokens(batch).join
         for n in layers:
             block = self.layers[n]
             with jax.named_scope(f"layer_{n}"):
@@ -82,24 +102,42 @@ class Backbone(nnx.Module):
                 )
                 if "taps" in capture and block.spec.tap is not None:
                     # The plain mean, not the mix that the block collapsed with (dspark.md section 2.1).
-                    aux[f"tap.{block.spec.tap}"] = round_to_bf16(inside["block_in"].astype(jnp.float32).mean(axis=2))
+                    aux[f"tap.{block.spec.tap}"] = join(
+                        round_to_bf16(inside["block_in"].astype(jnp.float32).mean(axis=2))
+                    )
+            own: dict[str, jax.Array] = {}
             if "streams" in capture:
                 out = residual.complete()
-                aux |= {f"block_in.{n}": inside["block_in"], f"pre_in.{n}": pre_in}
-                aux |= {f"block_out.{n}": out.streams, f"pre_out.{n}": out.pre}
+                own |= {"block_in": inside["block_in"], "pre_in": pre_in, "block_out": out.streams, "pre_out": out.pre}
             if "outputs" in capture:
-                aux |= {f"{k}.{n}": inside[k] for k in ("attn_out", "ffn_out")}
+                own |= {k: inside[k] for k in ("attn_out", "ffn_out")}
             if "choices" in capture:
-                aux |= {f"{k}.{n}": inside[k] for k in ("experts", "expert_weights")}
+                own |= {k: inside[k] for k in ("experts", "expert_weights")}
+            aux |= {f"{name}.{n}": join(x) for name, x in own.items()}
+            if "choices" in capture:
                 if block.spec.selects:
                     aux[f"selected.{n}"] = state.selected
                 if block.spec.builds_candidates:
                     aux[f"candidates.{n}"] = state.candidates
         return residual, cache, state, aux
 
+    def normed(self, residual: Residual) -> jax.Array:
+        """The complete residual behind the last block -> the head's input bfloat16 [B, T, D]."""
+        return self.norm(mhc.collapse(residual.streams, residual.pre))
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """The head's input bfloat16 [B, T, D], all tokens -> float32 [B, T, V].
+
+        Where the vocabulary is spread, inputs go to every part of it and the parts of a row's logits come back to it.
+        """
+        rows = tuple(axis for axis in self.rules.vocab if axis in self.rules.batch)
+        shared = tuple(axis for axis in self.rules.vocab if axis in self.rules.heads)
+        parts = contract(collectives.gather(x, rows), self.head.weight[...])
+        return collectives.exchange(collectives.gather(parts, shared, axis=2), rows, split=0, concat=2)
+
     def finish(self, residual: Residual) -> jax.Array:
         """The complete residual behind the last block -> logits float32 [B, T, V]."""
-        return contract(self.norm(mhc.collapse(residual.streams, residual.pre)), self.head.weight[...])
+        return self.logits(self.normed(residual))
 
 
 def abstract_params(config: ModelConfig) -> Params:
@@ -107,9 +145,14 @@ def abstract_params(config: ModelConfig) -> Params:
     return parameters_of(Backbone(config))
 
 
-def bind(config: ModelConfig, params: Params) -> Backbone:
+def backbone_axes(config: ModelConfig) -> Params:
+    """The logical axes of the backbone's parameters, nested as `abstract_params` nests them."""
+    return logical_axes_of(Backbone(config))
+
+
+def bind(config: ModelConfig, params: Params, rules: ShardingRules = LOCAL) -> Backbone:
     """The backbone with `params` (nested dicts of arrays) in place; cheap enough to do inside every trace."""
-    return with_parameters(Backbone(config), params)
+    return with_parameters(Backbone(config, rules), params)
 
 
 def forward(
@@ -122,6 +165,7 @@ def forward(
     logits: str = "last",
     capture: tuple[str, ...] = (),
     tail: int | None = None,
+    rules: ShardingRules = LOCAL,
 ) -> tuple[jax.Array | None, KVCache, dict[str, jax.Array]]:
     """One step of the whole model: prefill chunk, decode or verify.
 
@@ -139,35 +183,44 @@ def forward(
       capture: names out of `CAPTURES`. What decoder layers report has the rows of the tail.
       tail: None: every layer on every token. Else rows of the tail's step, at least the largest `batch.tail`; 0: no
         decoder, no logits.
+      rules: static; not `LOCAL` inside `jax.shard_map` only, where all arguments and results are one device's parts
+        (`dsv41.models.sharded`).
 
     Returns:
       logits float32 [B, 1, V] or [B, T, V] (rows of padding tokens are meaningless; with a tail: [B, tail, V]), cache,
       aux. A sequence that lacks assigned pages gets NaN, never a plausible answer from half its context.
     """
     _check_static(config, logits, capture, tail)
-    model, forced = bind(config, params), forced or ForcedChoices()
+    model, forced = bind(config, params, rules), forced or ForcedChoices()
     end = config.text_config.num_hidden_layers
     middle = end if tail is None else layer_schedule(config.text_config).decoder_start
-    residual, cache, _, aux = model.run(model.start(batch), batch, cache, None, range(middle), forced, capture)
+    page_table = cache.page_table
+    batch, cache = local_step(batch, cache, rules)
     has_pages = _has_pages(batch, cache)
+    residual, cache, _, aux = model.run(model.start(batch), batch, cache, None, range(middle), forced, capture)
     if tail is not None:
         residual = residual.complete()
         first = model.layers[middle]
         cache = first.attn.compress(first.enter(residual, "attn").x, batch, cache)
         if not tail:
-            return None, cache, aux
-        begin, batch = batch.num_new - batch.tail, batch.tail_batch(tail)
-        residual = jax.tree.map(lambda x: take_rows(x, begin, tail), residual)
+            return None, dataclasses.replace(cache, page_table=page_table), aux
+        whole, begin, batch = model.tokens(batch), batch.num_new - batch.tail, batch.tail_batch(tail)
+        residual = jax.tree.map(lambda x: model.tokens(batch).split(whole.take(x, begin, tail)), residual)
         residual, cache, _, more = model.run(residual, batch, cache, None, range(middle, end), forced, capture)
         aux |= more
     if "taps" in capture:
         taps = [aux.pop(f"tap.{i}") for i in range(len(config.text_config.dspark_target_layer_ids))]
         aux["main_hidden"] = jnp.concatenate(taps, axis=-1)
-    if logits == "last":
-        residual = jax.tree.map(lambda x: take_rows(x, jnp.maximum(batch.num_new - 1, 0), 1), residual)
+    tokens = model.tokens(batch)
     with jax.named_scope("head"):
-        out = model.finish(residual.complete())
-    return jnp.where(has_pages[:, None, None], out, jnp.nan), cache, aux
+        if logits == "last":
+            residual = jax.tree.map(lambda x: tokens.take(x, jnp.maximum(batch.num_new - 1, 0), 1), residual)
+            x = model.normed(residual.complete())
+        else:
+            x = tokens.join(model.normed(residual.complete()))
+        out = model.logits(x)
+    out = jnp.where(has_pages[:, None, None], out, jnp.nan)
+    return out, dataclasses.replace(cache, page_table=page_table), aux
 
 
 def _check_static(config: ModelConfig, logits: str, capture: tuple[str, ...], tail: int | None) -> None:

@@ -11,9 +11,19 @@ from flax import nnx
 
 from dsv41.cache import ForwardBatch, KVCache, read_window
 from dsv41.config import ModelConfig
-from dsv41.layers import DraftBlock, Linear, RMSNorm, abstract, open_streams, parameters_of, with_parameters
+from dsv41.layers import (
+    BlockFormats,
+    DraftBlock,
+    Linear,
+    RMSNorm,
+    abstract,
+    logical_axes_of,
+    open_streams,
+    parameters_of,
+    with_parameters,
+)
 from dsv41.models.backbone import Params
-from dsv41.ops.linear import WeightFormat
+from dsv41.sharding import LOCAL, ShardingRules
 from pallas_kernels.fixed_order import contract
 from pallas_kernels.hyper_connection import ops as mhc
 
@@ -52,15 +62,13 @@ class _ConfidenceHead(nnx.Module):
 class Drafter(nnx.Module):
     """All stages. Attribute paths are the checkpoint's tensor names; embedding and head are the backbone's."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, rules: ShardingRules = LOCAL):
         c = config.text_config
-        self.config = c
-        quantized = config.quantization_config is not None
-        dense = WeightFormat.FP8_BLOCK if quantized else WeightFormat.BF16
-        routed = WeightFormat.FP4_ROW if quantized else WeightFormat.BF16
-        stages = [DraftBlock(c, dense, routed) for _ in range(c.num_nextn_predict_layers)]
+        self.config, self.rules = c, rules
+        formats = BlockFormats.of(config)
+        stages = [DraftBlock(c, formats, rules) for _ in range(c.num_nextn_predict_layers)]
         first, last = stages[0], stages[-1]
-        first.main_proj = Linear(len(c.dspark_target_layer_ids) * c.hidden_size, c.hidden_size, dense)
+        first.main_proj = Linear(len(c.dspark_target_layer_ids) * c.hidden_size, c.hidden_size, formats.dense)
         first.main_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         last.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         last.markov_head = _MarkovHead(c.vocab_size, c.dspark_markov_rank)
@@ -154,6 +162,11 @@ def greedy(_: int, logits: jax.Array) -> jax.Array:
 def abstract_drafter_params(config: ModelConfig) -> Params:
     """The drafter's parameters as nested dicts of `jax.ShapeDtypeStruct`."""
     return parameters_of(Drafter(config))
+
+
+def drafter_axes(config: ModelConfig) -> Params:
+    """The logical axes of the drafter's parameters, nested as `abstract_drafter_params` nests them."""
+    return logical_axes_of(Drafter(config))
 
 
 def bind_drafter(config: ModelConfig, params: Params) -> Drafter:

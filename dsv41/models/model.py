@@ -4,33 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from dsv41.cache import ForwardBatch, KVCache, init_cache
 from dsv41.config import DSV41Error, ModelConfig, Schedule, layer_schedule
 from dsv41.engram_store import EngramStore, StepLookup, step_lookup
 from dsv41.images import PreparedImage
-from dsv41.models.backbone import ForcedChoices, Params, forward
+from dsv41.models.backbone import ForcedChoices, Params
+from dsv41.models.sharded import compiled_forward
 from dsv41.models.vision import SpanEmbeds, check_images, embed_images, encode_image
 from dsv41.ops.engram_hash import EngramHashSpec, engram_hash_spec, row_ids
-from pallas_kernels.fixed_order import compiler_options
-
-
-@functools.cache
-def compiled_forward():
-    """`forward`, compiled once a shape for all models; the donated cache is updated in place."""
-    return jax.jit(
-        forward,
-        static_argnames=("config", "logits", "capture", "tail"),
-        donate_argnames=("cache",),
-        compiler_options=compiler_options(),
-    )
-
+from dsv41.sharding import LOCAL, ShardingRules, place
 
 # One bucket serves every verify length (2 to 6 tokens).
 _SHORTEST_CHUNK = 8
@@ -58,6 +49,8 @@ class Model:
       drafter: parameters of the drafter; None if there is none or it was not loaded.
       vision: parameters of the vision tower and projector; None if there are none or they were not loaded.
       tokenizer: a `tokenizers.Tokenizer`, or None if the directory had none.
+      mesh: over which parameters, caches and steps are spread; None: one device.
+      rules: how they are.
     """
 
     config: ModelConfig
@@ -67,6 +60,8 @@ class Model:
     drafter: Params | None = None
     vision: Params | None = None
     tokenizer: Any = None
+    mesh: Mesh | None = None
+    rules: ShardingRules = LOCAL
 
     @functools.cached_property
     def schedule(self) -> Schedule:
@@ -87,14 +82,29 @@ class Model:
     def init_cache(
         self, num_slots: int, max_tokens: int, *, num_pages: int | None = None, draft_tokens: int = 0
     ) -> KVCache:
-        """An empty cache for `num_slots` sequences of up to `max_tokens` tokens; see `dsv41.cache.init_cache`."""
+        """An empty cache for `num_slots` sequences of up to `max_tokens` tokens; see `dsv41.cache.init_cache`.
+
+        Raises:
+          DSV41Error: see there; or the mesh does not divide the slots or pages.
+        """
         return init_cache(
             self.config.text_config,
             num_slots=num_slots,
             max_tokens=max_tokens,
             num_pages=num_pages,
             draft_tokens=draft_tokens,
+            mesh=self.mesh,
+            rules=self.rules,
         )
+
+    @property
+    def row_shards(self) -> int:
+        """Devices or groups of them that the rows of a step are spread over, in equal runs."""
+        return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in self.rules.batch)
+
+    def batch_rows(self, rows: int) -> int:
+        """Rows that a batch is padded to: `batch_bucket`, and divisible by `row_shards`."""
+        return -(-batch_bucket(rows) // self.row_shards) * self.row_shards
 
     def make_batch(
         self,
@@ -128,7 +138,7 @@ class Model:
         tails = [np.asarray(h[max(len(h) - look_back, 0) :], np.int64).reshape(-1) for h in past]
         self._check_batch(rows, [len(h) for h in past], tails, slots)
         lengths = [len(r) for r in rows]
-        b, t = (batch_bucket(len(rows)), token_bucket(max(lengths))) if padded else (len(rows), max(lengths))
+        b, t = (self.batch_rows(len(rows)), token_bucket(max(lengths))) if padded else (len(rows), max(lengths))
         pad = self.config.pad_token_id
         ids = np.full((b, t), pad, np.int32)
         image = np.zeros((b, t), bool)
@@ -254,6 +264,26 @@ class Model:
                 )
             if batch.slot.min() < 0 or batch.slot.max() >= cache.num_slots:
                 raise DSV41Error(f"batch: slots {batch.slot.tolist()} are not all in [0, {cache.num_slots})")
-        batch = jax.tree.map(jnp.asarray, batch)
+            self._check_rows(batch, cache)
+        batch, forced = self.place_rows(batch), self.place_rows(forced)
         static = {"config": self.config, "logits": logits, "capture": capture, "tail": tail}
-        return compiled_forward()(self.params, batch, cache, forced, **static)
+        return compiled_forward(self.mesh, self.rules)(self.params, batch, cache, forced, **static)
+
+    def place_rows(self, tree: Any) -> Any:
+        """Arrays of the host whose first axis counts rows of a step, on the devices that compute these rows."""
+        if self.mesh is None:
+            return jax.tree.map(jnp.asarray, tree)
+        return place(tree, self.mesh, self.rules.spec("batch"))
+
+    def _check_rows(self, batch: ForwardBatch, cache: KVCache) -> None:
+        """A mesh spreads rows and slots alike: a row must be where its slot is."""
+        shards, rows = self.row_shards, len(batch.slot)
+        if rows % shards:
+            raise DSV41Error(f"batch: {rows} rows cannot be spread equally over {shards} devices; see Model.batch_rows")
+        of_slot, of_row = batch.slot // (cache.num_slots // shards), np.arange(rows) // (rows // shards)
+        if wrong := np.flatnonzero((of_slot != of_row) & (batch.num_new > 0)).tolist():
+            row = wrong[0]
+            raise DSV41Error(
+                f"batch row {row}: slot {batch.slot[row]} lies on device {of_slot[row]} of {shards}, the row on device "
+                f"{of_row[row]}"
+            )

@@ -56,9 +56,14 @@ def fake_quantize_fp8(x: jax.Array) -> jax.Array:
 
 def linear(x: jax.Array, weight: QuantizedArray) -> jax.Array:
     """bfloat16 [..., in] -> bfloat16 [..., out]; activations enter FP8 and FP4 weights' products through FP8."""
+    return round_to_bf16(linear_sum(x, weight))
+
+
+def linear_sum(x: jax.Array, weight: QuantizedArray) -> jax.Array:
+    """`linear` before its result is rounded: float32 [..., out]."""
     if weight.format is not WeightFormat.BF16:
         x = fake_quantize_fp8(x)
-    return round_to_bf16(contract(x, weight.dequantize()))
+    return contract(x, weight.dequantize())
 
 
 def grouped_linear(x: jax.Array, weight: jax.Array) -> jax.Array:

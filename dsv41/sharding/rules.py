@@ -53,8 +53,7 @@ class ShardingRules:
         for name in ("experts", "vocab", "engram_rows"):
             if unknown := set(getattr(self, name)) - set(self.tokens):
                 raise DSV41Error(
-                    f"sharding rules: {name} is spread over {sorted(unknown)}, which neither batch nor heads is: devices "
-                    "along it would do the same work"
+                    f"sharding rules: {name} is spread over {sorted(unknown)}, along which neither batch nor heads is"
                 )
 
     @property

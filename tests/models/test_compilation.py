@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dsv41.models import batch_bucket, token_bucket
-from dsv41.models.model import compiled_forward
+from dsv41.models.sharded import compiled_forward
 from tests.models_for_tests import tiny_model
 
 MAX_TOKENS = 512
