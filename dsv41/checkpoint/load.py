@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tokenizers import Tokenizer
 
 from dsv41.checkpoint.imported import ImportedCheckpoint, load_either, open_either
@@ -19,7 +20,9 @@ from dsv41.checkpoint.token_map import check_token_map, check_vocabulary, engram
 from dsv41.config import DSV41Error, ModelConfig, load_config, with_overrides
 from dsv41.engram_store import EngramStore, EngramTable
 from dsv41.models import Model, Params, abstract_drafter_params, abstract_params, abstract_vision_params
+from dsv41.models.sharded import param_shardings, param_specs
 from dsv41.ops.engram_hash import engram_hash_spec
+from dsv41.sharding import LOCAL, ShardingRules, preset_rules
 
 Path = tuple[str | int, ...]
 
@@ -50,19 +53,25 @@ def engram_store(reader: CheckpointReader | ImportedCheckpoint, config: ModelCon
 
 
 def _check_memory(path: pathlib.Path, structs: Iterable[jax.ShapeDtypeStruct]) -> None:
-    """Refuses a model that the default device cannot hold, where the backend says how much it has."""
+    """Refuses a model of which a device cannot hold its part, where the backend says how much it has."""
     device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
-    need = sum(math.prod(s.shape) * s.dtype.itemsize for s in structs)
+    need = sum(
+        math.prod(s.shape if s.sharding is None else s.sharding.shard_shape(s.shape)) * s.dtype.itemsize
+        for s in structs
+    )
     if limit is not None and need > limit:
         raise DSV41Error(
-            f"{path}: the parameters take {need / 2**30:.1f} GiB, {device.device_kind} has {limit / 2**30:.1f} GiB"
+            f"{path}: the parameters take {need / 2**30:.1f} GiB of a device, {device.device_kind} has "
+            f"{limit / 2**30:.1f} GiB"
         )
 
 
 def load(
     path: str | pathlib.Path,
     *,
+    mesh: Mesh | None = None,
+    rules: ShardingRules | None = None,
     overrides: dict[str, str] | None = None,
     drafter: bool = True,
     vision: bool = True,
@@ -76,6 +85,8 @@ def load(
 
     Args:
       path: directory with config.json, tokenizer.json, and *.safetensors (with or without index) or an import.
+      mesh: devices to spread the model over; None: the default device. Each process reads what its own devices hold.
+      rules: how it is spread; None: the preset "decode".
       overrides: config fields to change, as dotted names and JSON values.
       drafter: also read the drafter, if the config has one; its tensors may be absent otherwise.
       vision: the same for the vision tower and projector.
@@ -87,7 +98,10 @@ def load(
     path = pathlib.Path(path)
     config = with_overrides(load_config(path), overrides or {})
     reader = open_either(path)
+    rules = mesh_rules(config, mesh, rules)
     trees = abstract_trees(config, drafter=drafter, vision=vision)
+    if mesh is not None:
+        trees = {part: _sharded(part, tree, config, mesh, rules) for part, tree in trees.items()}
     check_inventory(reader, tensor_inventory(config), ("engram", *trees))
     tokenizer, token_map = read_tokenizer(path, config)
     if token_map is not None:
@@ -108,7 +122,30 @@ def load(
         token_map=token_map,
         engram=engram_store(reader, config),
         tokenizer=tokenizer,
+        mesh=mesh,
+        rules=rules,
     )
+
+
+def mesh_rules(config: ModelConfig, mesh: Mesh | None, rules: ShardingRules | None) -> ShardingRules:
+    """The rules of a model on a mesh, by default those of the preset "decode"; `LOCAL` without a mesh.
+
+    Raises:
+      DSV41Error: rules without a mesh, or a mesh that does not divide the model.
+    """
+    if mesh is None:
+        if rules not in (None, LOCAL):
+            raise DSV41Error("sharding rules without a mesh to spread the model over")
+        return LOCAL
+    return preset_rules("decode", mesh.shape, config.text_config) if rules is None else rules
+
+
+def _sharded(part: str, tree: Params, config: ModelConfig, mesh: Mesh, rules: ShardingRules) -> Params:
+    """Abstract parameters of a part with their shardings; the vision tower is whole on every device."""
+    if part == "vision":
+        whole = NamedSharding(mesh, PartitionSpec())
+        return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=whole), tree)
+    return param_shardings(tree, param_specs(config, rules, part), mesh)
 
 
 def abstract_trees(config: ModelConfig, *, drafter: bool, vision: bool) -> dict[str, Params]:
