@@ -36,6 +36,11 @@ class StepLookup:
     store: EngramStore = dataclasses.field(metadata={"static": True})
     image_token_id: int = dataclasses.field(metadata={"static": True})
 
+    @property
+    def on_device(self) -> bool:
+        """Whether the tables are on the device."""
+        return self.values is not None
+
     def rows(self, tokens: jax.Array, history: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Rows of new tokens.
 

@@ -15,12 +15,12 @@ from jax.sharding import Mesh
 
 from dsv41.cache import ForwardBatch, KVCache, init_cache
 from dsv41.config import DSV41Error, ModelConfig, Schedule, layer_schedule
-from dsv41.engram_store import EngramStore, StepLookup, step_lookup
+from dsv41.engram_store import DEVICE_BYTES, EngramStore, HostLookup, StepLookup, step_lookup
 from dsv41.images import PreparedImage
 from dsv41.models.backbone import ForcedChoices, Params
 from dsv41.models.sharded import compiled_forward
 from dsv41.models.vision import SpanEmbeds, check_images, embed_images, encode_image
-from dsv41.ops.engram_hash import EngramHashSpec, engram_hash_spec, row_ids
+from dsv41.ops.engram_hash import EngramHashSpec, engram_hash_spec
 from dsv41.sharding import LOCAL, ShardingRules, place
 
 # One bucket serves every verify length (2 to 6 tokens).
@@ -73,11 +73,27 @@ class Model:
         return engram_hash_spec(text, int(self.token_map[text.engram_pad_token_id]))
 
     @functools.cached_property
+    def host_lookup(self) -> HostLookup | None:
+        """Engram rows of tokens that the host knows; None if the model has no Engram."""
+        if self.engram is None:
+            return None
+        image = self.config.image_token_id
+        return HostLookup(store=self.engram, spec=self._hash_spec, token_map=self.token_map, image_token_id=image)
+
+    @functools.cached_property
     def step_lookup(self) -> StepLookup | None:
-        """Engram rows inside a compiled step; None if the model has no Engram."""
+        """Engram rows inside a compiled step, from the device if the tables are small; None if there is no Engram."""
         if self.engram is None:
             return None
         return step_lookup(self.engram, self._hash_spec, self.token_map, self.config.image_token_id)
+
+    @functools.cached_property
+    def device_lookup(self) -> StepLookup | None:
+        """As `step_lookup`, from tables on the device whatever their size."""
+        if self.engram is None or self.engram.nbytes <= DEVICE_BYTES:
+            return self.step_lookup
+        size, image = self.engram.nbytes, self.config.image_token_id
+        return step_lookup(self.engram, self._hash_spec, self.token_map, image, device_bytes=size)
 
     def init_cache(
         self, num_slots: int, max_tokens: int, *, num_pages: int | None = None, draft_tokens: int = 0
@@ -114,6 +130,7 @@ class Model:
         slots: Sequence[int] | None = None,
         images: Sequence[SpanEmbeds | None] | None = None,
         padded: bool = True,
+        engram: bool = True,
     ) -> ForwardBatch:
         """The arrays of one step.
 
@@ -125,6 +142,7 @@ class Model:
           images: for each sequence, what stands for its image tokens, old and new ones (`embed_images`). An image token
             without it is embedded like a word; it is an image token to routing and Engram all the same.
           padded: round batch and length up to `batch_bucket` and `token_bucket`, so that few shapes are met.
+          engram: False: Engram rows are left out; the caller puts them in.
 
         Raises:
           DSV41Error: an empty batch or row, an id outside the vocabulary, a slot used twice, or images whose positions
@@ -149,7 +167,7 @@ class Model:
         def column(values: list[int]) -> np.ndarray:
             return np.array(values + [0] * (b - len(values)), np.int32)
 
-        values, scales = self._engram_rows(ids, tails)
+        values, scales = self._engram_rows(ids, tails, lengths) if engram else (None, None)
         return ForwardBatch(
             tokens=ids,
             num_new=column(lengths),
@@ -227,15 +245,22 @@ class Model:
                     where = f"batch row {i}: {kind} {first + bad[0]}"
                     raise DSV41Error(f"{where} is {ids[bad[0]]}, expected an id in [0, {vocab})")
 
-    def _engram_rows(self, ids: np.ndarray, tails: list[np.ndarray]) -> tuple[np.ndarray | None, np.ndarray | None]:
+    def look_back(self, past: Sequence[Sequence[int]], rows: int) -> np.ndarray:
+        """int64 [rows, N - 1]: what enters hashes of each sequence's known tokens, newest last, -1 before its start."""
+        window = self.config.text_config.engram_max_ngram_size - 1
+        history = np.full((rows, window), -1, np.int64)
+        for i, ids in enumerate(past):
+            tail = ids[max(len(ids) - window, 0) :]
+            history[i, window - len(tail) :] = tail
+        return history
+
+    def _engram_rows(
+        self, ids: np.ndarray, tails: list[np.ndarray], lengths: list[int]
+    ) -> tuple[np.ndarray | None, np.ndarray | None]:
         if self.engram is None:
             return None, None
-        window = self.config.text_config.engram_max_ngram_size - 1
-        history = np.full((ids.shape[0], window), -1, np.int64)
-        for i, tail in enumerate(tails):
-            history[i, window - len(tail) :] = tail
-        rows = row_ids(self._hash_spec, self.token_map, ids, history, self.config.image_token_id)
-        return self.engram.lookup(rows)
+        valid = np.arange(ids.shape[1]) < np.array(lengths + [0] * (len(ids) - len(lengths)))[:, None]
+        return self.host_lookup.rows(ids, self.look_back(tails, len(ids)), valid)
 
     def forward(
         self,

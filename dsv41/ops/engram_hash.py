@@ -56,6 +56,17 @@ class EngramHashSpec:
         """Rows of each table."""
         return tuple(int(n) for n in self.primes.sum(axis=(1, 2)))
 
+    def of_layer(self, ordinal: int) -> EngramHashSpec:
+        """The constants of one table, counted from 0: the hash of each layer is its own."""
+        one = slice(ordinal, ordinal + 1)
+        return dataclasses.replace(
+            self,
+            layer_ids=self.layer_ids[one],
+            multipliers=self.multipliers[one],
+            primes=self.primes[one],
+            offsets=self.offsets[one],
+        )
+
 
 def _primes_up_to(limit: int) -> np.ndarray:
     """All primes <= limit, int64, ascending."""
@@ -202,6 +213,34 @@ def _check_ids(ids: np.ndarray, vocab_size: int, lowest: int, first_position: in
         )
 
 
+def class_windows(
+    spec: EngramHashSpec, token_map: np.ndarray, tokens: np.ndarray, history: np.ndarray, image_token_id: int
+) -> np.ndarray:
+    """Look-back windows of new tokens, from token ids alone. Arguments and errors as of `row_ids`.
+
+    Returns:
+      integers [B, T, N] of classes, slot 0 the token itself.
+    """
+    tokens, history = np.asarray(tokens), np.asarray(history)
+    expected = (tokens.shape[0], spec.window - 1)
+    if tokens.ndim != 2 or history.shape != expected:
+        raise DSV41Error(
+            f"engram: expected tokens [B, T] and history [B, {spec.window - 1}], got {tokens.shape} and {history.shape}"
+        )
+    if not (np.issubdtype(tokens.dtype, np.integer) and np.issubdtype(history.dtype, np.integer)):
+        raise DSV41Error(f"engram: expected integer token ids, got {tokens.dtype} and {history.dtype}")
+    _check_ids(tokens, len(token_map), 0, 0)
+    _check_ids(history, len(token_map), BEFORE_START, -history.shape[1])
+    before_start = history == BEFORE_START
+    return lookback(
+        token_map[tokens],
+        tokens == image_token_id,
+        token_map[np.where(before_start, 0, history)],
+        before_start | (history == image_token_id),
+        spec.pad_class,
+    )
+
+
 def row_ids(
     spec: EngramHashSpec, token_map: np.ndarray, tokens: np.ndarray, history: np.ndarray, image_token_id: int
 ) -> np.ndarray:
@@ -221,22 +260,4 @@ def row_ids(
       DSV41Error: a token id is outside [0, V); the message names row, position (from the first new token, negative in
         the history) and value. Padding must therefore use a real id.
     """
-    tokens, history = np.asarray(tokens), np.asarray(history)
-    expected = (tokens.shape[0], spec.window - 1)
-    if tokens.ndim != 2 or history.shape != expected:
-        raise DSV41Error(
-            f"engram: expected tokens [B, T] and history [B, {spec.window - 1}], got {tokens.shape} and {history.shape}"
-        )
-    if not (np.issubdtype(tokens.dtype, np.integer) and np.issubdtype(history.dtype, np.integer)):
-        raise DSV41Error(f"engram: expected integer token ids, got {tokens.dtype} and {history.dtype}")
-    _check_ids(tokens, len(token_map), 0, 0)
-    _check_ids(history, len(token_map), BEFORE_START, -history.shape[1])
-    before_start = history == BEFORE_START
-    windows = lookback(
-        token_map[tokens],
-        tokens == image_token_id,
-        token_map[np.where(before_start, 0, history)],
-        before_start | (history == image_token_id),
-        spec.pad_class,
-    )
-    return hash_rows(spec, windows)
+    return hash_rows(spec, class_windows(spec, token_map, tokens, history, image_token_id))
