@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv41.cache import CacheLayout, ForwardBatch
+from dsv41.config import DSV41Error
 from dsv41.engine.engine_options import CED, EngineOptions
 from dsv41.engine.engine_request import EngineRequest
 from dsv41.engine.engine_step import compiled_plain_round, compiled_prefill_chunk, compiled_set_row
@@ -42,6 +43,11 @@ class EngineRunner:
 
     def __init__(self, model: Model, options: EngineOptions):
         text = model.config.text_config
+        if model.row_shards > 1:
+            raise DSV41Error(
+                f"engine: the mesh spreads rows over {model.row_shards} groups of devices; the engine runs on a mesh "
+                "that spreads heads and experts only (tensor), generate() on any"
+            )
         self._model, self._options = model, options
         self.rows = options.max_requests
         self._plan = RoundPlan(model.config, options.speculation, self.rows)
@@ -150,7 +156,7 @@ class EngineRunner:
     def _forward(self, batch: ForwardBatch, params: list[SamplingParams], drawn: list[int], ends: bool):
         tail = (min(self._window, self.chunk) if ends else 0) if self._options.prefill == CED else None
         m = self._model
-        ids, self.cache = compiled_prefill_chunk()(
+        ids, self.cache = compiled_prefill_chunk(m.mesh, m.rules)(
             m.params,
             m.drafter if self._plan.drafts else None,
             jax.tree.map(jnp.asarray, batch),
@@ -178,12 +184,12 @@ class EngineRunner:
     def _run_round(self, width: int, inputs: RoundInputs) -> RoundOutput:
         m = self._model
         if not self._plan.drafts:
-            self._state, self.cache, output = compiled_plain_round()(
+            self._state, self.cache, output = compiled_plain_round(m.mesh, m.rules)(
                 m.params, self._state, self.cache, inputs, m.step_lookup, config=m.config
             )
             return output
         how = self._options.speculation
-        self._state, self.cache, output = compiled_round()(
+        self._state, self.cache, output = compiled_round(m.mesh, m.rules)(
             m.params, m.drafter, self._state, self.cache, inputs, m.step_lookup,
             config=m.config, rule=how.rule, schedule=how.schedule, width=width,
         )  # fmt: skip

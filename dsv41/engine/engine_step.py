@@ -7,21 +7,26 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 
-from dsv41.cache import ForwardBatch, KVCache
+from dsv41.cache import ForwardBatch, KVCache, cache_specs
 from dsv41.config import ModelConfig
 from dsv41.engine.speculative_step import (
     RequestState,
     RoundInputs,
     RoundOutput,
     advance,
+    input_specs,
+    model_specs,
     remember_prompt,
     verify_batch,
 )
 from dsv41.engram_store import StepLookup
 from dsv41.models import Params, forward
+from dsv41.models.sharded import on_mesh, param_specs
 from dsv41.ops.sampling import SamplingArrays, sample, step_keys
 from dsv41.ops.verification import emitted_tokens
+from dsv41.sharding import LOCAL, ShardingRules
 from pallas_kernels.fixed_order import compiler_options
 
 
@@ -35,6 +40,7 @@ def prefill_chunk(
     *,
     config: ModelConfig,
     tail: int | None,
+    rules: ShardingRules = LOCAL,
 ) -> tuple[jax.Array | None, KVCache]:
     """A chunk of prompts, and for each row the token that follows it.
 
@@ -43,15 +49,15 @@ def prefill_chunk(
       batch, cache, tail: as in `dsv41.models.forward`.
       sampling: of the rows.
       drawn: int32 [B] tokens drawn for the row's request before.
-      config: static.
+      config, rules: static; `rules` as in `dsv41.models.forward`.
 
     Returns:
       int32 [B] ids, of meaning only for rows whose prompt ends with this chunk; None if `tail` is 0. The cache.
     """
     if drafter is None:
-        logits, cache, _ = forward(params, batch, cache, config=config, tail=tail)
+        logits, cache, _ = forward(params, batch, cache, config=config, tail=tail, rules=rules)
     else:
-        logits, cache = remember_prompt(params, drafter, batch, cache, config=config, tail=tail)
+        logits, cache = remember_prompt(params, drafter, batch, cache, config=config, tail=tail, rules=rules)
     if logits is None:
         return None, cache
     return sample(logits[:, 0], step_keys(sampling.seed, drawn), sampling), cache
@@ -65,13 +71,14 @@ def plain_round(
     lookup: StepLookup | None,
     *,
     config: ModelConfig,
+    rules: ShardingRules = LOCAL,
 ) -> tuple[RequestState, KVCache, RoundOutput]:
     """A round without drafts: every request in use gets one token. Arguments and results as of `speculative_round`."""
     rows = state.anchor.shape[0]
     none = jnp.zeros(rows, jnp.int32)
     drafts = jnp.zeros((rows, 0), jnp.int32)
     batch = verify_batch(state, drafts, none, lookup, config)
-    logits, cache, _ = forward(params, batch, cache, config=config)
+    logits, cache, _ = forward(params, batch, cache, config=config, rules=rules)
     # The first token was drawn with the prompt.
     following = sample(logits[:, 0], step_keys(inputs.sampling.seed, state.round + 1), inputs.sampling)
     tokens, count, stopped = emitted_tokens(drafts, none, following, inputs.stop_ids, state.remaining)
@@ -86,11 +93,25 @@ def set_row(state: RequestState, row: jax.Array, new: RequestState) -> RequestSt
     return dataclasses.replace(replaced, slot=state.slot)
 
 
+def _chunk_on(mesh: Mesh | None, rules: ShardingRules, params, drafter, batch, cache, sampling, drawn, **static):
+    rows, caches = rules.spec("batch"), cache_specs(cache, rules)
+    arguments = (*model_specs(static["config"], rules, drafter), rows, caches, rows, rows)
+    step = on_mesh(functools.partial(prefill_chunk, **static), mesh, rules, arguments, (rows, caches))
+    return step(params, drafter, batch, cache, sampling, drawn)
+
+
+def _round_on(mesh: Mesh | None, rules: ShardingRules, params, state, cache, inputs, lookup, *, config):
+    rows, caches = rules.spec("batch"), cache_specs(cache, rules)
+    arguments = (param_specs(config, rules), rows, caches, input_specs(inputs, rules), PartitionSpec())
+    step = on_mesh(functools.partial(plain_round, config=config), mesh, rules, arguments, (rows, caches, rows))
+    return step(params, state, cache, inputs, lookup)
+
+
 @functools.cache
-def compiled_prefill_chunk():
+def compiled_prefill_chunk(mesh: Mesh | None = None, rules: ShardingRules = LOCAL):
     """`prefill_chunk`, compiled once a shape for all models; the cache is updated in place."""
     return jax.jit(
-        prefill_chunk,
+        functools.partial(_chunk_on, mesh, rules),
         static_argnames=("config", "tail"),
         donate_argnames=("cache",),
         compiler_options=compiler_options(),
@@ -98,10 +119,10 @@ def compiled_prefill_chunk():
 
 
 @functools.cache
-def compiled_plain_round():
+def compiled_plain_round(mesh: Mesh | None = None, rules: ShardingRules = LOCAL):
     """`plain_round`, compiled once a shape for all models; state and cache are updated in place."""
     return jax.jit(
-        plain_round,
+        functools.partial(_round_on, mesh, rules),
         static_argnames=("config",),
         donate_argnames=("state", "cache"),
         compiler_options=compiler_options(),

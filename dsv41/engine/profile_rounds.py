@@ -154,11 +154,11 @@ class _Rounds:
         for begin in range(0, ids.shape[1], chunk):
             rows = {i: (row[begin : begin + chunk], row[:begin]) for i, row in enumerate(ids)}
             batch = jax.tree.map(jnp.asarray, step_batch(m, (self._rows, token_bucket(chunk)), rows))
-            _, self._cache = compiled_prefill()(m.params, m.drafter, batch, self._cache, config=m.config)
+            _, self._cache = compiled_prefill(m.mesh, m.rules)(m.params, m.drafter, batch, self._cache, config=m.config)
 
     def _run(self, width: int) -> RoundOutput:
         m = self._model
-        _, self._cache, output = compiled_round()(
+        _, self._cache, output = compiled_round(m.mesh, m.rules)(
             m.params, m.drafter, _copy(self._state), self._cache, self._inputs, m.step_lookup,
             config=m.config, rule=self._plan.rule, schedule=VerifySchedule.BUDGET, width=width,
         )  # fmt: skip

@@ -65,13 +65,14 @@ class SpeculativeBatch(PlainBatch):
 
     def _forward(self, batch: ForwardBatch, tail: int | None) -> jax.Array | None:
         m = self._model
-        batch = jax.tree.map(jnp.asarray, batch)
-        logits, self._cache = compiled_prefill()(m.params, m.drafter, batch, self._cache, config=m.config, tail=tail)
+        logits, self._cache = compiled_prefill(m.mesh, m.rules)(
+            m.params, m.drafter, m.place_rows(batch), self._cache, config=m.config, tail=tail
+        )
         return logits
 
     def _run_round(self, state, width: int, inputs: RoundInputs):
         m, speculation = self._model, self._speculation
-        state, self._cache, output = compiled_round()(
+        state, self._cache, output = compiled_round(m.mesh, m.rules)(
             m.params, m.drafter, state, self._cache, inputs, m.step_lookup,
             config=m.config, rule=speculation.rule, schedule=speculation.schedule, width=width,
         )  # fmt: skip

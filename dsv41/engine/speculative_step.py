@@ -16,15 +16,18 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
-from dsv41.cache import ForwardBatch, KVCache
+from dsv41.cache import ForwardBatch, KVCache, cache_specs
 from dsv41.config import ModelConfig
 from dsv41.engram_store import StepLookup
 from dsv41.models import Draft, Params, bind_drafter, draft, forward
-from dsv41.ops import verification
+from dsv41.models.sharded import on_mesh, param_specs
+from dsv41.ops import collectives, verification
 from dsv41.ops.sampling import SamplingArrays, all_greedy, draw, filtered_logprobs, round_keys
 from dsv41.ops.verification import AcceptanceRule
 from dsv41.ops.verify_schedule import admit_top, admit_while_improving, survival
+from dsv41.sharding import LOCAL, ShardingRules
 from pallas_kernels.fixed_order import compiler_options
 
 
@@ -118,7 +121,13 @@ def verify_widths(draft_tokens: int) -> tuple[int, ...]:
 
 
 def _draw_block(
-    params: Params, drafter: Params, state: RequestState, cache: KVCache, inputs: RoundInputs, config: ModelConfig
+    params: Params,
+    drafter: Params,
+    state: RequestState,
+    cache: KVCache,
+    inputs: RoundInputs,
+    config: ModelConfig,
+    rules: ShardingRules,
 ) -> tuple[Draft, jax.Array]:
     """The draft, and the log probabilities float32 [B, K, V] that its tokens were drawn with."""
     laws = []
@@ -135,7 +144,8 @@ def _draw_block(
         return jnp.maximum(token, 0)
 
     active = state.remaining > 0
-    block, _ = draft(params, drafter, state.anchor, state.start, state.slot, active, cache, draw_one, config=config)
+    where = (state.anchor, state.start, state.slot)
+    block, _ = draft(params, drafter, *where, active, cache, draw_one, config=config, rules=rules)
     return block, jnp.stack(laws, axis=1)
 
 
@@ -143,19 +153,30 @@ def _draw_block(
 _TESTS, _NEXT, _DRAFTS = 0, 1, 2
 
 
-def _lengths(state: RequestState, survivals: jax.Array, inputs: RoundInputs, schedule: VerifySchedule, limit: int):
-    """int32 [B] drafts to verify."""
+def _lengths(
+    state: RequestState,
+    survivals: jax.Array,
+    inputs: RoundInputs,
+    schedule: VerifySchedule,
+    rules: ShardingRules,
+) -> jax.Array:
+    """int32 [B] drafts to verify out of those whose survivals float32 [B, K] are given."""
     active = state.remaining > 0
     # The last token that a request may get is drawn, never drafted.
-    caps = jnp.where(active, jnp.clip(state.remaining - 1, 0, limit), 0)
+    caps = jnp.where(active, jnp.clip(state.remaining - 1, 0, survivals.shape[1]), 0)
+    if schedule is VerifySchedule.ALL:
+        return caps
+    # A schedule looks at the whole batch: every device decides for all rows and keeps its own.
+    rows = active.shape[0]
+    active, caps, survivals = (collectives.gather(x, rules.batch) for x in (active, caps, survivals))
     if schedule is VerifySchedule.BUDGET:
-        return admit_top(survivals, caps, inputs.budget)
-    if schedule is VerifySchedule.GREEDY:
+        lengths = admit_top(survivals, caps, inputs.budget)
+    else:
         # The step is as large as the batch, however few of its rows are in use.
         idle = active.size - jnp.sum(active)
         rates = jnp.take(inputs.steps_per_second, jnp.arange(inputs.steps_per_second.size) + idle, mode="clip")
-        return admit_while_improving(survivals, caps, rates, active)
-    return caps
+        lengths = admit_while_improving(survivals, caps, rates, active)
+    return jax.lax.dynamic_slice_in_dim(lengths, collectives.axis_index(rules.batch) * rows, rows)
 
 
 def verify_batch(
@@ -189,6 +210,7 @@ def speculative_round(
     rule: AcceptanceRule,
     schedule: VerifySchedule,
     width: int,
+    rules: ShardingRules = LOCAL,
 ) -> tuple[RequestState, KVCache, RoundOutput]:
     """Drafts a block for every request, verifies part of it, and commits what stands.
 
@@ -198,19 +220,20 @@ def speculative_round(
       cache: with the drafter's rings filled up to each anchor; made with `draft_tokens` of at least width - 1.
       inputs: what the host decides.
       lookup: Engram rows of the drafted tokens; None if the model has no Engram.
-      config, rule, schedule: static.
+      config, rule, schedule, rules: static; `rules` as in `dsv41.models.forward`.
       width: T, static; at most `dspark_block_size` + 1. A row verifies at most T - 1 drafts.
 
     Returns:
       the state and cache after the round, and what it did.
     """
-    block, draft_laws = _draw_block(params, drafter, state, cache, inputs, config)
+    block, draft_laws = _draw_block(params, drafter, state, cache, inputs, config, rules)
     most = width - 1
     drafts, draft_laws = block.tokens[:, :most], draft_laws[:, :most]
     survivals = survival(block.confidence, inputs.temperatures)
-    lengths = _lengths(state, survivals[:, :most], inputs, schedule, most) if most else jnp.zeros_like(state.start)
+    lengths = _lengths(state, survivals[:, :most], inputs, schedule, rules) if most else jnp.zeros_like(state.start)
     batch = verify_batch(state, drafts, lengths, lookup, config)
-    logits, cache, aux = forward(params, batch, cache, config=config, logits="all", capture=("taps",))
+    options = {"config": config, "rules": rules}
+    logits, cache, aux = forward(params, batch, cache, logits="all", capture=("taps",), **options)
     with jax.named_scope("accept"):
         laws = filtered_logprobs(logits, inputs.sampling)
         bounds = verification.acceptance_probabilities(laws, draft_laws, drafts, lengths, rule)
@@ -225,7 +248,7 @@ def speculative_round(
         )
     active = state.remaining > 0
     committed = dataclasses.replace(batch, num_new=jnp.where(active, 1 + accepted, 0))
-    cache = bind_drafter(config, drafter).remember(aux["main_hidden"], committed, cache)
+    cache = bind_drafter(config, drafter, rules).remember(aux["main_hidden"], committed, cache)
     output = RoundOutput(
         tokens=tokens,
         count=count,
@@ -266,24 +289,58 @@ def remember_prompt(
     *,
     config: ModelConfig,
     tail: int | None = None,
+    rules: ShardingRules = LOCAL,
 ) -> tuple[jax.Array | None, KVCache]:
     """A prefill step that also fills the drafter's rings: logits float32 [B, 1, V] of each row's last token, cache.
 
-    `tail` as in `dsv41.models.forward`; if it is 0, there are no logits and the rings stay as they are.
+    `tail` and `rules` as in `dsv41.models.forward`; if `tail` is 0, there are no logits and the rings stay as they are.
     """
     if tail == 0:
-        _, cache, _ = forward(params, batch, cache, config=config, tail=tail)
+        _, cache, _ = forward(params, batch, cache, config=config, tail=tail, rules=rules)
         return None, cache
-    logits, cache, aux = forward(params, batch, cache, config=config, capture=("taps",), tail=tail)
+    logits, cache, aux = forward(params, batch, cache, config=config, capture=("taps",), tail=tail, rules=rules)
     seen = batch if tail is None else batch.tail_batch(tail)
-    return logits, bind_drafter(config, drafter).remember(aux["main_hidden"], seen, cache)
+    return logits, bind_drafter(config, drafter, rules).remember(aux["main_hidden"], seen, cache)
+
+
+def model_specs(config: ModelConfig, rules: ShardingRules, drafter: Params | None) -> tuple[Params, Params | None]:
+    """How the parameters of backbone and drafter are spread."""
+    return param_specs(config, rules), None if drafter is None else param_specs(config, rules, "drafter")
+
+
+def input_specs(inputs: RoundInputs, rules: ShardingRules) -> RoundInputs:
+    """How what the host decides about a round is spread: by rows where it is a row's own."""
+    rows, everywhere = rules.spec("batch"), PartitionSpec()
+    return RoundInputs(
+        sampling=rows,
+        stop_ids=rows if inputs.stop_ids.ndim == 2 else everywhere,
+        temperatures=everywhere,
+        budget=everywhere,
+        steps_per_second=None if inputs.steps_per_second is None else everywhere,
+        forced_drafts=None if inputs.forced_drafts is None else rows,
+    )
+
+
+def _round_on(mesh: Mesh | None, rules: ShardingRules, params, drafter, state, cache, inputs, lookup, **static):
+    rows, caches = rules.spec("batch"), cache_specs(cache, rules)
+    arguments = (*model_specs(static["config"], rules, drafter), rows, caches, input_specs(inputs, rules))
+    step = functools.partial(speculative_round, **static)
+    step = on_mesh(step, mesh, rules, (*arguments, PartitionSpec()), (rows, caches, rows))
+    return step(params, drafter, state, cache, inputs, lookup)
+
+
+def _prefill_on(mesh: Mesh | None, rules: ShardingRules, params, drafter, batch, cache, **static):
+    rows, caches = rules.spec("batch"), cache_specs(cache, rules)
+    arguments = (*model_specs(static["config"], rules, drafter), rows, caches)
+    step = on_mesh(functools.partial(remember_prompt, **static), mesh, rules, arguments, (rows, caches))
+    return step(params, drafter, batch, cache)
 
 
 @functools.cache
-def compiled_round():
+def compiled_round(mesh: Mesh | None = None, rules: ShardingRules = LOCAL):
     """`speculative_round`, compiled once a shape for all models; state and cache are updated in place."""
     return jax.jit(
-        speculative_round,
+        functools.partial(_round_on, mesh, rules),
         static_argnames=("config", "rule", "schedule", "width"),
         donate_argnames=("state", "cache"),
         compiler_options=compiler_options(),
@@ -291,10 +348,10 @@ def compiled_round():
 
 
 @functools.cache
-def compiled_prefill():
+def compiled_prefill(mesh: Mesh | None = None, rules: ShardingRules = LOCAL):
     """`remember_prompt`, compiled once a shape for all models; the cache is updated in place."""
     return jax.jit(
-        remember_prompt,
+        functools.partial(_prefill_on, mesh, rules),
         static_argnames=("config", "tail"),
         donate_argnames=("cache",),
         compiler_options=compiler_options(),

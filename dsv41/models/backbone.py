@@ -22,11 +22,9 @@ from dsv41.layers import (
     parameters_of,
     with_parameters,
 )
-from dsv41.ops import collectives
-from dsv41.ops.sharded_rows import take_sharded_rows
 from dsv41.ops.token_split import TokenSplit
+from dsv41.ops.vocabulary import embed, head_logits
 from dsv41.sharding import LOCAL, ShardingRules
-from pallas_kernels.fixed_order import contract
 from pallas_kernels.hyper_connection import ops as mhc
 from pallas_kernels.rounding import round_to_bf16
 
@@ -74,7 +72,7 @@ class Backbone(nnx.Module):
     def start(self, batch: ForwardBatch) -> Residual:
         """The streams and the first mix of a step's tokens or image rows."""
         split = self.tokens(batch).split
-        x = take_sharded_rows(self.embed.weight[...], split(batch.tokens), self.rules.vocab)
+        x = embed(self.embed.weight[...], split(batch.tokens), self.rules)
         if batch.image_embeds is not None:
             x = jnp.where(split(batch.image_mask)[..., None], split(batch.image_embeds), x)
         return open_streams(x, self.config.hc_mult)
@@ -126,14 +124,8 @@ class Backbone(nnx.Module):
         return self.norm(mhc.collapse(residual.streams, residual.pre))
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """The head's input bfloat16 [B, T, D], all tokens -> float32 [B, T, V].
-
-        Where the vocabulary is spread, inputs go to every part of it and the parts of a row's logits come back to it.
-        """
-        rows = tuple(axis for axis in self.rules.vocab if axis in self.rules.batch)
-        shared = tuple(axis for axis in self.rules.vocab if axis in self.rules.heads)
-        parts = contract(collectives.gather(x, rows), self.head.weight[...])
-        return collectives.exchange(collectives.gather(parts, shared, axis=2), rows, split=0, concat=2)
+        """The head's input bfloat16 [B, T, D], not split -> float32 [B, T, V]."""
+        return head_logits(x, self.head.weight[...], self.rules)
 
     def finish(self, residual: Residual) -> jax.Array:
         """The complete residual behind the last block -> logits float32 [B, T, V]."""

@@ -23,6 +23,9 @@ from dsv41.layers import (
     with_parameters,
 )
 from dsv41.models.backbone import Params
+from dsv41.ops import collectives
+from dsv41.ops.token_split import TokenSplit
+from dsv41.ops.vocabulary import embed, head_logits
 from dsv41.sharding import LOCAL, ShardingRules
 from pallas_kernels.fixed_order import contract
 from pallas_kernels.hyper_connection import ops as mhc
@@ -75,6 +78,10 @@ class Drafter(nnx.Module):
         last.confidence_head = _ConfidenceHead(c.hidden_size + c.dspark_markov_rank)
         self.mtp = nnx.List(stages)
 
+    def _slots(self, slot: jax.Array, cache: KVCache) -> jax.Array:
+        """int32 [B] slots as this device counts them."""
+        return collectives.local_index(slot, cache.num_slots, self.rules.batch)
+
     def remember(self, main_hidden: jax.Array, batch: ForwardBatch, cache: KVCache) -> KVCache:
         """Writes each stage's KV of the step's tokens, which must be committed, into its ring.
 
@@ -82,6 +89,7 @@ class Drafter(nnx.Module):
         `batch.num_new` leave nothing.
         """
         first = self.mtp[0]
+        batch = dataclasses.replace(batch, slot=self._slots(batch.slot, cache))
         rope = _rope(cache, batch.positions())
         with jax.named_scope("draft_context"):
             main = first.main_norm(first.main_proj(main_hidden))
@@ -94,17 +102,20 @@ class Drafter(nnx.Module):
         return dataclasses.replace(cache, draft_window=tuple(rings))
 
     def stages(
-        self, embed: jax.Array, anchor: jax.Array, start: jax.Array, slot: jax.Array, active: jax.Array, cache: KVCache
+        self, table: jax.Array, anchor: jax.Array, start: jax.Array, slot: jax.Array, active: jax.Array, cache: KVCache
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The block's hidden states bfloat16 [B, K, D] before the final norm, and "block_out.k", "experts.k" of stages.
 
         Slot 0 is the anchor token at position `start`, the others hold the noise token; slot k predicts the token at
-        start + k + 1. Context is what the rings hold of the `sliding_window` positions before the anchor.
+        start + k + 1. `table` is the backbone's embedding. Context is what the rings hold of the `sliding_window`
+        positions before the anchor.
         """
         c, b = self.config, anchor.shape[0]
         k, window = c.dspark_block_size, c.sliding_window
+        split = TokenSplit(b, k, self.rules.heads)
+        slot = self._slots(slot, cache)
         tokens = jnp.full((b, k), c.dspark_noise_token_id, jnp.int32).at[:, 0].set(anchor)
-        residual = open_streams(embed[tokens], c.hc_mult)
+        residual = open_streams(embed(table, split.split(tokens), self.rules), c.hc_mult)
         rope = _rope(cache, start[:, None] + jnp.arange(k))
         position = start[:, None] - window + jnp.arange(window)
         rows, index = jnp.arange(b)[:, None], position % cache.layout.window.length
@@ -114,27 +125,30 @@ class Drafter(nnx.Module):
                 values, scales = read_window(cache.layout, cache.draft_window[i], slot)
                 context = values[rows, index], scales[rows, index]
                 residual, inside = stage(residual, rope, context, position >= 0, active)
-            aux |= {f"block_out.{i}": residual.complete().streams, f"experts.{i}": inside["experts"]}
+            own = {"block_out": residual.complete().streams, "experts": inside["experts"]}
+            aux |= {f"{name}.{i}": split.join(x) for name, x in own.items()}
         residual = residual.complete()
-        return mhc.collapse(residual.streams, residual.pre), aux
+        return split.join(mhc.collapse(residual.streams, residual.pre)), aux
 
     def decide(self, head: jax.Array, x: jax.Array, anchor: jax.Array, draw: Draw) -> Draft:
         """Draws the block left to right; each draft's logits depend on the one before through the Markov head.
+
+        The Markov head is whole on every device: a mesh costs the block its logits' collective, the drafts nothing.
 
         head bfloat16 [V, D]; x bfloat16 [B, K, D] from `stages`. A confidence depends on the drafts before its own,
         never on its own (dspark.md section 6.4).
         """
         last = self.mtp[-1]
-        embed, markov = last.markov_head.embed.weight[...], last.markov_head.head.weight[...]
+        markov_embed, markov = last.markov_head.embed.weight[...], last.markov_head.head.weight[...]
         proj = last.confidence_head.proj.weight[...].astype(jnp.float32)
         normed = last.norm(x)
         with jax.named_scope("draft_head"):
-            base = _replicated(contract(normed, head))
+            base = head_logits(normed, head, self.rules)
         seen = (normed if self.config.dspark_confidence_input == "normed" else x).astype(jnp.float32)
         before, tokens, logits, confidence = anchor, [], [], []
         for k in range(x.shape[1]):
             with jax.named_scope(f"draft_{k}"):
-                e = embed[before]
+                e = markov_embed[before]
                 confidence.append(contract(jnp.concatenate([seen[:, k], e.astype(jnp.float32)], axis=-1), proj)[:, 0])
                 logits.append(base[:, k] + contract(e, markov))
                 before = draw(k, logits[-1])
@@ -145,13 +159,6 @@ class Drafter(nnx.Module):
 def _rope(cache: KVCache, positions: jax.Array) -> jax.Array:
     """float32 [B, T, 2, r]: stages rotate like sliding layers. A block may reach past what a sequence can hold."""
     return cache.rope[0][jnp.clip(positions, 0, cache.max_tokens - 1)]
-
-
-def _replicated(x: jax.Array) -> jax.Array:
-    """x whole on every device of the mesh in use: one collective for the block, none for each draft behind it."""
-    if jax.sharding.get_abstract_mesh().empty:
-        return x
-    return jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec())
 
 
 def greedy(_: int, logits: jax.Array) -> jax.Array:
@@ -169,9 +176,9 @@ def drafter_axes(config: ModelConfig) -> Params:
     return logical_axes_of(Drafter(config))
 
 
-def bind_drafter(config: ModelConfig, params: Params) -> Drafter:
+def bind_drafter(config: ModelConfig, params: Params, rules: ShardingRules = LOCAL) -> Drafter:
     """The drafter with `params` in place."""
-    return with_parameters(Drafter(config), params)
+    return with_parameters(Drafter(config, rules), params)
 
 
 def draft(
@@ -185,6 +192,7 @@ def draft(
     draw: Draw = greedy,
     *,
     config: ModelConfig,
+    rules: ShardingRules = LOCAL,
 ) -> tuple[Draft, dict[str, jax.Array]]:
     """Proposes a block for every row.
 
@@ -196,11 +204,11 @@ def draft(
       active: bool [B]; other rows are computed without experts and mean nothing.
       cache: with the drafter's rings filled up to position start - 1 by `Drafter.remember`.
       draw: how a draft is drawn.
-      config: static.
+      config, rules: static; as in `dsv41.models.forward`.
 
     Returns:
       the draft, and what the stages did: "block_out.k" bfloat16 [B, K, R, D], "experts.k" int32 [B, K, experts].
     """
-    drafter = bind_drafter(config, drafter_params)
+    drafter = bind_drafter(config, drafter_params, rules)
     x, aux = drafter.stages(params["embed"]["weight"], anchor, start, slot, active, cache)
     return drafter.decide(params["head"]["weight"], x, anchor, draw), aux

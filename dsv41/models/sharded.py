@@ -48,6 +48,20 @@ def spread(shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]
             yield size, math.prod(sizes[a] for a in ((axes,) if isinstance(axes, str) else axes))
 
 
+def on_mesh(
+    fn: Callable[..., Any], mesh: Mesh | None, rules: ShardingRules, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """`fn(*arguments, rules=rules)` as one program a device, each with its parts of the arguments.
+
+    The specs are prefixes of arguments and results. Without a mesh it is `fn` itself.
+    """
+    if mesh is None:
+        return fn
+    # Collectives are written by hand: JAX's checker cannot see that sums over `heads` are alike on all of them.
+    step = functools.partial(fn, rules=rules)
+    return jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
 @functools.cache
 def compiled_forward(mesh: Mesh | None = None, rules: ShardingRules = LOCAL) -> Callable[..., Any]:
     """`forward`, compiled once a shape for all models; the donated cache is updated in place.
@@ -75,11 +89,6 @@ def _sharded_forward(
     **static: Any,
 ):
     rows, caches = rules.spec("batch"), cache_specs(cache, rules)
-    step = jax.shard_map(
-        functools.partial(forward, config=config, rules=rules, **static),
-        mesh=mesh,
-        in_specs=(param_specs(config, rules), rows, caches, rows),
-        out_specs=(rows, caches, rows),
-        check_vma=False,  # collectives by hand: the checker cannot see that sums over `heads` are alike on all of them
-    )
+    arguments, results = (param_specs(config, rules), rows, caches, rows), (rows, caches, rows)
+    step = on_mesh(functools.partial(forward, config=config, **static), mesh, rules, arguments, results)
     return step(params, batch, cache, forced)

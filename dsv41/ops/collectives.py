@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import jax
+import jax.numpy as jnp
 
 from dsv41.sharding import MeshAxes
 
@@ -17,6 +18,11 @@ def axis_size(axes: MeshAxes) -> int:
 def axis_index(axes: MeshAxes) -> jax.Array | int:
     """int32 [] place of this device along the axes, the last one fastest."""
     return jax.lax.axis_index(axes) if axes else 0
+
+
+def local_index(index: jax.Array, count: int, axes: MeshAxes) -> jax.Array:
+    """Integers that count through all devices, `count` on each, as this device counts its own; others are clipped."""
+    return jnp.clip(index - axis_index(axes) * count, 0, count - 1) if axes else index
 
 
 def gather(x: jax.Array, axes: MeshAxes, axis: int = 0) -> jax.Array:

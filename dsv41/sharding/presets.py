@@ -49,13 +49,18 @@ def preset_rules(preset: str, sizes: Mapping[str, int], config: TextConfig) -> S
         batch=present("data", "sequence"),
         pages=present("sequence") if preset == "decode" else (),
         heads=heads,
-        experts=_dividing(config.n_routed_experts, every, sizes),
+        experts=_dividing(_experts(config), every, sizes),
         vocab=_dividing(
             config.vocab_size, present("tensor") if preset == "prefill" else present("sequence", "tensor"), sizes
         ),
         engram_rows=every,
     )
     return rules if every else LOCAL
+
+
+def _experts(config: TextConfig) -> int:
+    """What the devices must divide to divide the experts of the backbone and of the drafter."""
+    return math.gcd(config.n_routed_experts, config.dspark_n_routed_experts if config.num_nextn_predict_layers else 0)
 
 
 def _dividing(count: int, axes: MeshAxes, sizes: Mapping[str, int]) -> MeshAxes:

@@ -12,6 +12,8 @@ import pytest
 from dsv41.cache import read_window
 from dsv41.config import with_overrides
 from dsv41.models import bind_drafter, draft, greedy
+from dsv41.models.sharded import on_mesh
+from dsv41.sharding import LOCAL, ShardingRules, make_mesh
 from pallas_kernels.quantize.ops import dequantize_fp8
 from pallas_kernels.rounding import round_to_bf16
 from tests.golden import expected
@@ -169,21 +171,22 @@ _COLLECTIVE = re.compile(r"= \S+ (all-gather|all-reduce|reduce-scatter|all-to-al
 def test_no_collective_inside_the_markov_chain():
     """With the head's rows on four devices the block's logits are gathered once, whatever the number of drafts."""
     model = tiny_model()
-    mesh = jax.make_mesh((4,), ("model",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
-    drafter = bind_drafter(model.config, model.drafter)
+    mesh, rules = make_mesh({"tensor": 4}, jax.devices()[:4]), ShardingRules(heads=("tensor",), vocab=("tensor",))
+    whole = jax.sharding.PartitionSpec()
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 128)), jnp.bfloat16)
     head, anchor = model.params["head"]["weight"], jnp.asarray([3, 7], jnp.int32)
-    spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("model", None))
-    sharded = jax.device_put(head, spec)
-    with jax.set_mesh(mesh):
-        compiled = jax.jit(lambda head, x, anchor: drafter.decide(head, x, anchor, greedy)).lower(sharded, x, anchor)
-        compiled = compiled.compile()
-        block = compiled(sharded, x, anchor)
+
+    def decide(head, x, anchor, rules=LOCAL):
+        return bind_drafter(model.config, model.drafter, rules).decide(head, x, anchor, greedy)
+
+    sharded = on_mesh(decide, mesh, rules, (rules.spec("vocab"), whole, whole), whole)
+    compiled = jax.jit(sharded).lower(head, x, anchor).compile()
+    block = compiled(head, x, anchor)
     assert block.logits.shape == (2, 5, 512)
     assert len(_COLLECTIVE.findall(compiled.as_text())) == 1
-    whole = jax.jit(lambda head, x, anchor: drafter.decide(head, x, anchor, greedy))(head, x, anchor)
-    np.testing.assert_array_equal(block.tokens, whole.tokens)
-    np.testing.assert_allclose(block.logits, whole.logits, atol=1e-5)
+    expected = jax.jit(decide)(head, x, anchor)
+    np.testing.assert_array_equal(block.tokens, expected.tokens)
+    np.testing.assert_allclose(block.logits, expected.logits, atol=1e-5)
 
 
 def test_confidence_input_is_a_choice_of_the_config():
