@@ -4,7 +4,7 @@ import importlib
 
 from pallas_kernels.arg_spec import ArgSpec
 
-OPS = ("quantize", "indexer", "topk", "sparse_attention", "hyper_connection")
+OPS = ("quantize", "indexer", "topk", "sparse_attention", "hyper_connection", "experts")
 
 
 def arg_specs(op: str, tag: str) -> list[ArgSpec]:

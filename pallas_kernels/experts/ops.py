@@ -56,7 +56,12 @@ def expert_blocks(
     if 0 in x.shape:
         return jnp.zeros_like(x)
 
-    run = function(__package__, _OP, implementation, {})
+    def tpu_says() -> str | None:
+        from pallas_kernels.experts import tpu
+
+        return tpu.problem(x, w1, w2)
+
+    run = function(__package__, _OP, implementation, {"tpu": tpu_says})
     return run(x, row_weight, block_expert, w1, w3, w2, limit=limit)
 
 
