@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dsv41.config import TextConfig
+from dsv41.config import DSV41Error, TextConfig
 from dsv41.layers.linear import Linear, abstract
 from dsv41.ops import moe
+from dsv41.ops.expert_placement import ExpertPlacement
 from dsv41.ops.linear import WeightFormat
 from dsv41.sharding import LOCAL, ShardingRules
 from pallas_kernels.rounding import round_to_bf16
@@ -29,7 +30,15 @@ class _Gate(nnx.Module):
 
 
 class MoE(nnx.Module):
-    """Routed experts plus one shared expert; no token is ever dropped."""
+    """Routed experts plus one shared expert; no token is ever dropped.
+
+    With `rules.experts` it is one device's part inside `jax.shard_map`: the device's own tokens, and its own experts of
+    the stacks. Gate and shared expert are the same on all devices. With a `placement` too, the stacks have extra slots
+    with copies of experts (`dsv41.ops.expert_placement.with_copies` fills them), and results are the same.
+
+    Raises:
+      DSV41Error: the placement is for another number of experts, or the experts are on one device.
+    """
 
     def __init__(
         self,
@@ -40,11 +49,20 @@ class MoE(nnx.Module):
         experts: int,
         top_k: int,
         rules: ShardingRules = LOCAL,
+        placement: ExpertPlacement | None = None,
     ):
+        if placement is not None and (not rules.experts or placement.experts != experts):
+            raise DSV41Error(
+                f"expert placement: made for {placement.experts} experts on {placement.devices} devices, the layer has "
+                f"{experts} over the axes {rules.experts}"
+            )
         self.rules = rules
+        self.placement = placement
         dim, inner = config.hidden_size, config.moe_intermediate_size
         self.gate = _Gate(dim, experts)
-        self.experts = _Expert(dim, inner, routed, experts)
+        self.experts = _Expert(
+            dim, inner, routed, experts if placement is None else placement.devices * placement.slots
+        )
         self.shared_experts = _Expert(dim, inner, dense)
         self.top_k = top_k
         self.limit = config.swiglu_limit
@@ -81,6 +99,8 @@ class MoE(nnx.Module):
                 routed.w3.stored,
                 routed.w2.stored,
                 self.limit,
+                self.rules,
+                self.placement,
             )
         with jax.named_scope("shared_expert"):
             common = moe.expert(rows, shared.w1.stored, shared.w3.stored, shared.w2.stored, None, self.limit)

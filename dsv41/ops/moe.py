@@ -1,9 +1,16 @@
 """Mixture of experts: routing and the dense-exact expert product (architecture.md section 4)."""
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 
+from dsv41.ops.expert_exchange import exchanged_experts
+from dsv41.ops.expert_layout import block_rows, layout_by_expert, sum_in_order
+from dsv41.ops.expert_placement import ExpertPlacement
 from dsv41.ops.linear import QuantizedArray, WeightFormat, fake_quantize_fp8
+from dsv41.sharding import LOCAL, ShardingRules
+from pallas_kernels.experts.ops import expert_blocks
 from pallas_kernels.fixed_order import contract, with_fixed_rows
 from pallas_kernels.rounding import round_bf16, round_to_bf16
 
@@ -76,77 +83,35 @@ def routed_experts(
     w3: QuantizedArray,
     w2: QuantizedArray,
     limit: float,
+    rules: ShardingRules = LOCAL,
+    placement: ExpertPlacement | None = None,
 ) -> jax.Array:
     """Sum of each token's experts, every token served whatever the skew.
 
-    Rows are sorted by expert and laid out in blocks of one expert each; a scan over blocks dequantises that expert and
-    multiplies. Memory is that of one expert and the rows.
+    Rows are sorted by expert and laid out in blocks of one expert each. Memory is that of one expert and the rows.
 
     Args:
       x: bfloat16 [T, D].
       chosen, weights: int32 and float32 [T, K].
       valid: bool [T]; padding rows are given to no expert and return 0.
       w1, w3, w2: stacked over experts, [E, F, D], [E, F, D], [E, D, F].
+      limit: of SwiGLU.
+      rules: with `rules.experts`, inside `jax.shard_map`, tokens are this device's own and so are the experts of the
+        stacks; see `dsv41.ops.expert_exchange`.
+      placement: copies of experts in the stacks, see `dsv41.ops.expert_placement`.
 
     Returns:
       float32 [T, D].
     """
-    tokens, k = chosen.shape
+    if rules.experts:
+        return exchanged_experts(x, chosen, weights, valid, (w1, w3, w2), limit, rules=rules, placement=placement)
+    if not x.shape[0]:
+        return jnp.zeros(x.shape, jnp.float32)
     num_experts = w1.values.shape[0]
-    source, row_weight, block_expert, place = _blocks_by_expert(chosen, weights, valid, num_experts)
-    gathered = x.at[source].get(mode="fill", fill_value=0)
-
-    def one_block(_, inputs):
-        x_block, weight_block, e = inputs
-
-        def compute():
-            experts = (w.at_row(jnp.minimum(e, num_experts - 1)) for w in (w1, w3, w2))
-            return expert(x_block, *experts, weight_block[:, None], limit)
-
-        return None, jax.lax.cond(e < num_experts, compute, lambda: jnp.zeros_like(x_block))
-
-    _, y = jax.lax.scan(one_block, None, (gathered, row_weight, block_expert))
-    y = y.reshape(-1, x.shape[-1]).at[place].get(mode="fill", fill_value=0)
-    y = y.reshape(tokens, k, -1).astype(jnp.float32)
-    total = y[:, 0]
-    for i in range(1, k):
-        total = total + y[:, i]
-    return total
-
-
-def _blocks_by_expert(
-    chosen: jax.Array, weights: jax.Array, valid: jax.Array, num_experts: int
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Lays the T * K (token, expert) rows out in blocks that each belong to one expert.
-
-    Returns:
-      source int32 [blocks, block]: token of each row, T where the row is empty; row_weight float32 [blocks, block];
-      block_expert int32 [blocks]: num_experts for unused blocks; place int32 [T * K]: where each token's k-th row
-      went, out of range for padding tokens.
-    """
-    tokens, k = chosen.shape
-    rows = tokens * k
-    block = _block_rows(rows, num_experts)
-    blocks = min(rows, rows // block + num_experts)
-    expert_of_row = jnp.where(valid[:, None], chosen, num_experts).reshape(rows)
-    order = jnp.argsort(expert_of_row, stable=True)
-    counts = jnp.zeros(num_experts, jnp.int32).at[expert_of_row].add(1, mode="drop")
-    blocks_of = -(-counts // block)
-    first_block = jnp.cumsum(blocks_of) - blocks_of
-    first_row = jnp.cumsum(counts) - counts
-
-    sorted_expert = expert_of_row[order]
-    safe = jnp.minimum(sorted_expert, num_experts - 1)
-    place = first_block[safe] * block + jnp.arange(rows) - first_row[safe]
-    place = jnp.where(sorted_expert < num_experts, place, blocks * block)
-    source = jnp.full(blocks * block, tokens, jnp.int32).at[place].set(order // k, mode="drop")
-    row_weight = jnp.zeros(blocks * block, jnp.float32).at[place].set(weights.reshape(rows)[order], mode="drop")
-    block_expert = jnp.searchsorted(jnp.cumsum(blocks_of), jnp.arange(blocks), side="right")
-    place_of_row = jnp.zeros(rows, jnp.int32).at[order].set(place)
-    return source.reshape(blocks, block), row_weight.reshape(blocks, block), block_expert, place_of_row
-
-
-def _block_rows(rows: int, num_experts: int) -> int:
-    """Rows of a block: about an expert's fair share, a power of two from 8 to 128."""
-    share = max(rows // num_experts, 1)
-    return min(max(1 << (share - 1).bit_length(), 8), 128)
+    chosen = jnp.where(valid[:, None], chosen, num_experts)
+    layout = layout_by_expert(chosen, weights, num_experts, block=block_rows(chosen.size, num_experts))
+    x = x if w1.format is WeightFormat.BF16 else fake_quantize_fp8(x)
+    gathered = x.at[layout.source].get(mode="fill", fill_value=0)
+    stacks = ((w.values, w.scales) for w in (w1, w3, w2))
+    y = expert_blocks(gathered, layout.row_weight, layout.block_expert, *stacks, limit=limit)
+    return sum_in_order(y.reshape(-1, x.shape[-1]).at[layout.place].get(mode="fill", fill_value=0))

@@ -1,0 +1,77 @@
+"""Rows (token, expert) in blocks of one expert each, and the order in which a token's are summed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class BlockLayout(NamedTuple):
+    """Where the rows (token, expert) of a step lie in blocks.
+
+    Attributes:
+      source: int32 [blocks, block], token of each row; the number of tokens where the row is empty.
+      row_weight: float32 [blocks, block].
+      block_expert: int32 [blocks], ascending; the number of experts for unused blocks, which come last.
+      place: int32 [T, K], row of each token's k-th expert, counted through the blocks; blocks * block if it has none.
+    """
+
+    source: jax.Array
+    row_weight: jax.Array
+    block_expert: jax.Array
+    place: jax.Array
+
+
+def block_rows(rows: int, num_experts: int) -> int:
+    """Rows of a block: about an expert's fair share of `rows`, a power of two from 8 to 128."""
+    share = max(rows // num_experts, 1)
+    return min(max(1 << (share - 1).bit_length(), 8), 128)
+
+
+def layout_by_expert(
+    chosen: jax.Array, weights: jax.Array, num_experts: int, *, block: int, most: int | None = None
+) -> BlockLayout:
+    """Sorts (token, expert) rows by expert and begins a block with each.
+
+    Args:
+      chosen: int32 [T, K], `num_experts` where there is none.
+      weights: float32 [T, K].
+      num_experts: that there are.
+      block: rows of a block.
+      most: how many of the T * K rows can exist at once; None: all.
+    """
+    tokens, k = chosen.shape
+    rows = tokens * k
+    most = rows if most is None else most
+    blocks = min(most, most // block + num_experts)
+    expert_of_row = chosen.reshape(rows)
+    order = jnp.argsort(expert_of_row, stable=True)
+    counts = jnp.zeros(num_experts, jnp.int32).at[expert_of_row].add(1, mode="drop")
+    blocks_of = -(-counts // block)
+    first_block = jnp.cumsum(blocks_of) - blocks_of
+    first_row = jnp.cumsum(counts) - counts
+
+    sorted_expert = expert_of_row[order]
+    safe = jnp.minimum(sorted_expert, num_experts - 1)
+    place = first_block[safe] * block + jnp.arange(rows) - first_row[safe]
+    place = jnp.where(sorted_expert < num_experts, place, blocks * block)
+    source = jnp.full(blocks * block, tokens, jnp.int32).at[place].set(order // k, mode="drop")
+    row_weight = jnp.zeros(blocks * block, jnp.float32).at[place].set(weights.reshape(rows)[order], mode="drop")
+    block_expert = jnp.searchsorted(jnp.cumsum(blocks_of), jnp.arange(blocks), side="right")
+    return BlockLayout(
+        source.reshape(blocks, block),
+        row_weight.reshape(blocks, block),
+        block_expert.astype(jnp.int32),
+        jnp.zeros(rows, jnp.int32).at[order].set(place).reshape(tokens, k),
+    )
+
+
+def sum_in_order(y: jax.Array) -> jax.Array:
+    """What a token's experts gave, bfloat16 [T, K, D], summed one after the other: float32 [T, D]."""
+    y = y.astype(jnp.float32)
+    total = y[:, 0]
+    for i in range(1, y.shape[1]):
+        total = total + y[:, i]
+    return total
