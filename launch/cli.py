@@ -9,7 +9,8 @@
         return run(main, FLAGS)
 
 Exit status: 0 if the job was done, 2 for bad input with one line on stderr, 130 if interrupted. Anything else is a
-fault of the program and shows its traceback (1).
+fault of the program and shows its traceback (1). In a job of several processes (`launch.mesh_flags`) all end together:
+the status is 0 only if every process did its part, and 1 where another one ended it.
 """
 
 import logging
@@ -21,6 +22,7 @@ from collections.abc import Callable, Sequence
 from absl import flags
 
 from dsv41.config import DSV41Error
+from dsv41.sharding.processes import fail_processes, finish_processes, running_processes
 from pallas_kernels.dispatch import KernelUnavailable
 
 BAD_INPUT = 2
@@ -49,8 +51,12 @@ def _parse(values: flags.FlagValues, argv: Sequence[str]) -> None:
         raise DSV41Error(f"unexpected argument {rest[0]!r}: everything is given as --flag=value")
 
 
-def _fail(program: str, message: str, status: int) -> int:
-    print(f"{program}: {' '.join(message.split())}", file=sys.stderr)
+def _fail(program: str, error: BaseException, status: int, message: str) -> int:
+    """Prints one line; in a job of several processes this process ends here."""
+    job = running_processes()
+    line = f"{program}: {' '.join(message.split())}"
+    fail_processes(error, status, line if job is None else f"[{job.label}] {line}")
+    print(line, file=sys.stderr)
     return status
 
 
@@ -73,14 +79,22 @@ def run(main: Callable[[], None], values: flags.FlagValues, argv: Sequence[str] 
                 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
             main()
         sys.stdout.flush()
+        finish_processes()
     except (DSV41Error, KernelUnavailable) as e:
-        return _fail(program, str(e), BAD_INPUT)
-    except KeyboardInterrupt:
-        return _fail(program, "interrupted", INTERRUPTED)
-    except BrokenPipeError:
+        return _fail(program, e, BAD_INPUT, str(e))
+    except KeyboardInterrupt as e:
+        return _fail(program, e, INTERRUPTED, "interrupted")
+    except BrokenPipeError as e:
+        fail_processes(e, _BROKEN_PIPE, "")
         # The reader of our output has left; without this the interpreter complains once more when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
+    except SystemExit as e:
+        fail_processes(e, e.code if isinstance(e.code, int) else 1, "")
+        raise
+    except BaseException as e:
+        fail_processes(e, 1)
+        raise
     return 0
 
 
