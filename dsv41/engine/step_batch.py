@@ -10,17 +10,22 @@ import ml_dtypes
 import numpy as np
 
 from dsv41.cache import CacheLayout, ForwardBatch, KVCache
+from dsv41.config import DSV41Error
+from dsv41.engram_store import EngramRows
 from dsv41.models import Model, SpanEmbeds, batch_bucket
 
 Shape = tuple[int, int]  # rows B, new tokens T
+Known = tuple[np.ndarray, np.ndarray]  # new token ids of a row, and all ids of its sequence before them
 
 
 def step_batch(
     model: Model,
     shape: Shape,
-    rows: Mapping[int, tuple[np.ndarray, np.ndarray]],
+    rows: Mapping[int, Known],
     images: Mapping[int, SpanEmbeds | None] | None = None,
     slots: Mapping[int, int] | None = None,
+    *,
+    engram: bool = True,
 ) -> ForwardBatch:
     """A step in which row i gets new tokens; all other rows are padding.
 
@@ -32,6 +37,7 @@ def step_batch(
       rows: row -> (new token ids, at most T; ids of the same sequence that the cache holds already).
       images: row -> what stands for its image tokens; rows without images may be absent.
       slots: row -> its cache slot; None: slot i for row i.
+      engram: False: Engram rows are left out.
     """
     index = list(rows)
     batch = model.make_batch(
@@ -40,6 +46,7 @@ def step_batch(
         slots=index if slots is None else [slots[i] for i in index],
         images=[images.get(i) for i in index] if images else None,
         padded=False,
+        engram=False,
     )
 
     def place(x: np.ndarray) -> np.ndarray:
@@ -50,7 +57,45 @@ def step_batch(
             padded[index, : x.shape[1]] = x
         return padded
 
-    return jax.tree.map(place, batch)
+    batch = jax.tree.map(place, batch)
+    return with_rows(batch, step_rows(model, shape, rows)) if engram and model.engram is not None else batch
+
+
+def with_rows(batch: ForwardBatch, rows: tuple | None) -> ForwardBatch:
+    """The batch with Engram rows: values and scales [B, T, L, K, ...] of the host or the device, or None."""
+    if rows is None:
+        return batch
+    return dataclasses.replace(batch, engram_values=rows[0], engram_scales=rows[1])
+
+
+def known_tokens(model: Model, shape: Shape, rows: Mapping[int, Known]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What Engram hashes of a step are made of: tokens int32 [B, T], history int32 [B, N - 1], valid bool [B, T]."""
+    tokens, valid = np.zeros(shape, np.int32), np.zeros(shape, bool)
+    for i, (new, _) in rows.items():
+        tokens[i, : len(new)], valid[i, : len(new)] = new, True
+    history = model.look_back([()] * shape[0], shape[0]).astype(np.int32)
+    if rows:
+        history[list(rows)] = model.look_back([past for _, past in rows.values()], len(rows))
+    return tokens, history, valid
+
+
+def step_rows(model: Model, shape: Shape, rows: Mapping[int, Known], *, what: str = "batch row") -> EngramRows:
+    """Engram rows of a step [B, T, L, K, D], from the host's tables; zeros where no row has a token.
+
+    Raises:
+      DSV41Error: a row cannot be read; starts with `what` and the number of the row that asked for it.
+    """
+    tokens, history, valid = known_tokens(model, shape, rows)
+    try:
+        return model.host_lookup.rows(tokens, history, valid)
+    except DSV41Error:
+        for i in rows:  # all were asked for together, so ask again one by one
+            one = slice(i, i + 1)
+            try:
+                model.host_lookup.rows(tokens[one], history[one], valid[one])
+            except DSV41Error as e:
+                raise DSV41Error(f"{what} {i}: {e}") from e
+        raise
 
 
 def idle_batch(model: Model, shape: Shape, *, with_images: bool = False) -> ForwardBatch:
@@ -75,4 +120,4 @@ def init_run_cache(model: Model, sequences: int, tokens: int, *, draft_tokens: i
     page = CacheLayout.from_config(text).page_tokens
     capacity = batch_bucket(-(-(tokens + draft_tokens) // page)) * page
     capacity = min(capacity, text.max_position_embeddings)
-    return model.init_cache(batch_bucket(sequences), capacity, draft_tokens=draft_tokens)
+    return model.init_cache(model.batch_rows(sequences), capacity, draft_tokens=draft_tokens)
