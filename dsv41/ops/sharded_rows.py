@@ -30,9 +30,9 @@ def take_sharded_rows(table: jax.Array, ids: jax.Array, axes: MeshAxes) -> jax.A
     asked = collectives.gather(ids.reshape(-1), axes) - collectives.axis_index(axes) * table.shape[0]
     # As integers: a sum of floats would turn -0.0 into 0.0 and could change a NaN.
     word = _WORD[table.dtype.itemsize]
-    have = jax.lax.bitcast_convert_type(table, word)
     own = (asked >= 0) & (asked < table.shape[0])
-    found = have[jnp.clip(asked, 0, table.shape[0] - 1)]
+    # Rows, not the table: the TPU compiler would make a copy of it.
+    found = jax.lax.bitcast_convert_type(table[jnp.clip(asked, 0, table.shape[0] - 1)], word)
     found = jnp.where(own.reshape(-1, *(1,) * (found.ndim - 1)), found, jnp.zeros_like(found))
     rows = collectives.scatter_total(found, axes)
     return jax.lax.bitcast_convert_type(rows, table.dtype).reshape(*ids.shape, *table.shape[1:])
