@@ -1,14 +1,15 @@
 """The product of routed experts on packed FP4 weights as two Mosaic TPU kernels: gate and up, then down.
 
-A grid step is a tile of rows of the weights and a block. Weights stay in HBM in their stored layout; the scales are taken
-transposed, which is how XLA keeps an array whose last dimension fills no lanes, so that no stack is ever copied. Blocks
-are the inner grid axis: while the expert stays the same its tile is neither copied nor dequantised again. The grid ends
-behind the last used block.
+A grid step is a tile of rows of the weights and a block. Weights stay in HBM in their stored layout; the scales are
+taken transposed, which is how XLA keeps an array whose last dimension fills no lanes, so that no stack is ever copied.
+Blocks are the inner grid axis: while the expert stays the same its tile is neither copied nor dequantised again. The
+grid ends behind the last used block.
 
-Between the kernels lies the activation after its FP8 round trip, even channels in front of odd ones (`tpu_tiles`).
+Between the kernels lies the activation after its FP8 round trip, in split order (`tpu_tiles`).
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -26,7 +27,6 @@ _ROWS = 8
 # Leaves the compiler room in the 64 MiB of the smallest VMEM.
 _VMEM_LIMIT = 48 << 20
 _VMEM_PLANNED = 40 << 20
-_CHUNK = 512  # bytes of a row that are dequantised together
 _NOT, _USED, _FRESH = 0, 1, 2  # what a block is: nobody's, of the expert before it, of another one
 
 
@@ -53,20 +53,17 @@ class _Plan(NamedTuple):
         return self.width // 2
 
     @property
-    def chunk(self) -> int:
-        return max(c for c in range(LANES, _CHUNK + 1, LANES) if self.row_bytes % c == 0)
+    def scales_shape(self) -> tuple[int, int, int]:
+        return tiles.scales_shape(self.tile, self.row_bytes, self.form)
 
     @property
     def vmem_bytes(self) -> int:
         """Blocks and matrices twice, scratch, and the products in float32."""
-        groups = -(-self.row_bytes // tiles.GROUP_BYTES // LANES) * LANES
-        stored = self.matrices * self.tile * (self.row_bytes + groups)
+        stored = self.matrices * self.tile * (self.row_bytes + self.scales_shape[2])
         blocks = self.rows * (self.width * 2 + self.tile * 2 * self.matrices + LANES * 4)
         weights = self.matrices * self.tile * self.width * 2
-        factors = self.tile * (groups * 2 + self.chunk * 4)
-        spread = groups * self.row_bytes * 2
         products = self.rows * self.tile * self.matrices * 4 * 4 + self.rows * self.width * 8
-        return 2 * (stored + blocks + spread) + weights + factors + products
+        return 2 * (stored + blocks) + weights + 4 * math.prod(self.scales_shape) + products
 
 
 def _plan(rows: int, matrices: int, out: int, width: int) -> _Plan:
@@ -112,65 +109,54 @@ def _schedule(block_expert: jax.Array, num_experts: int) -> tuple[jax.Array, jax
     return jnp.clip(owner, 0, num_experts - 1), state.astype(jnp.int32), jnp.maximum(latest[-1] + 1, 1)
 
 
-def _product(x: jax.Array, weights: jax.Array) -> jax.Array:
-    """bfloat16 [rows, n] times [out, n] -> float32 [rows, out]."""
-    return jax.lax.dot_general(x, weights, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+def _product(x: jax.Array, words: jax.Array) -> jax.Array:
+    """bfloat16 [rows, n] times words of two bfloat16 rows [out / 2, n] -> float32 [rows, out], rounded to bfloat16."""
+    weights = pltpu.bitcast(words, jnp.bfloat16)
+    y = jax.lax.dot_general(x, weights, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return round_to_bf16_value(y)
 
 
 def _inner_kernel(
-    _, state_ref, x_ref, row_weight_ref, v1_ref, s1_ref, v3_ref, s3_ref, order_ref, split_ref, spread_ref,
-    out_ref, weights, factors, spread_scales, *, limit: float, form: str,
+    _, state_ref, x_ref, row_weight_ref, v1_ref, s1_ref, v3_ref, s3_ref, split_ref, join_ref, out_ref, weights, scales,
+    *, limit: float, form: str,
 ):  # fmt: skip
     state = state_ref[pl.program_id(1)]
 
     @pl.when(state == _FRESH)
     def _():
-        for matrix, (values, scales) in enumerate(((v1_ref, s1_ref), (v3_ref, s3_ref))):
-            tiles.dequantize(
-                values.at[0], scales.at[0], order_ref, spread_ref, weights.at[matrix], factors, spread_scales, form=form
-            )
+        for matrix, (values, codes) in enumerate(((v1_ref, s1_ref), (v3_ref, s3_ref))):
+            tiles.dequantize(values.at[0], codes.at[0], join_ref, weights.at[matrix], scales, form=form)
 
     @pl.when(state != _NOT)
     def _():
-        x = tiles.split(x_ref[0], split_ref[...])
-        row_weight = row_weight_ref[0][:, :1]
-        halves = []
-        for half in (0, 1):
-            gate, up = (round_to_bf16_value(_product(x, weights[matrix, half])) for matrix in (0, 1))
-            halves.append(round_to_bf16_value(swiglu(gate, up, limit) * row_weight))
-        for half, value in enumerate(tiles.through_fp8(*halves)):
-            out_ref[0, half] = value.astype(jnp.bfloat16)
+        x = tiles.reordered(x_ref[0], split_ref[...])
+        gate, up = (_product(x, weights[matrix]) for matrix in (0, 1))
+        inner = round_to_bf16_value(swiglu(gate, up, limit) * row_weight_ref[0][:, :1])
+        out_ref[0] = tiles.through_fp8(inner).astype(jnp.bfloat16)
 
 
-def _outer_kernel(
-    _, state_ref, x_ref, v2_ref, s2_ref, order_ref, join_ref, spread_ref, out_ref, weights, factors, spread_scales,
-    *, form: str,
-):  # fmt: skip
+def _outer_kernel(_, state_ref, x_ref, v2_ref, s2_ref, __, join_ref, out_ref, weights, scales, *, form: str):
     state = state_ref[pl.program_id(1)]
 
     @pl.when(state == _FRESH)
     def _():
-        tiles.dequantize(v2_ref.at[0], s2_ref.at[0], order_ref, spread_ref, weights, factors, spread_scales, form=form)
+        tiles.dequantize(v2_ref.at[0], s2_ref.at[0], join_ref, weights.at[0], scales, form=form)
 
     @pl.when(state != _NOT)
     def _():
-        x = jnp.concatenate([x_ref[0, 0], x_ref[0, 1]], axis=1)
-        even, odd = (round_to_bf16_value(_product(x, weights[half])) for half in (0, 1))
-        out_ref[0] = tiles.joined(even, odd, join_ref[...])
+        out_ref[0] = tiles.reordered(_product(x_ref[0], weights[0]), join_ref[...])
 
 
-def _call(kernel, name: str, plan: _Plan, schedule, inputs, weights, matrix, out_block, out_shape, interpret: bool):
+def _call(kernel, name: str, plan: _Plan, schedule, inputs, weights, out_block, out_shape, interpret: bool):
     """One kernel over (tiles of the weights' rows, used blocks).
 
     Args:
       inputs: (array, BlockSpec) in front of the weights.
       weights: of each matrix.
-      matrix: [256, 256], brings rows of activations into or out of split order.
       out_block: BlockSpec of the result; out_shape: its shape, bfloat16.
     """
     owner, state, count = schedule
-    num_experts, groups = weights[0][0].shape[0], plan.row_bytes // tiles.GROUP_BYTES
-    size = plan.tile // tiles.ways(plan.form)
+    groups = plan.row_bytes // tiles.GROUP_BYTES
 
     def stored(x: jax.Array) -> jax.Array:
         # Small stacks would else be staged in VMEM whole.
@@ -183,12 +169,11 @@ def _call(kernel, name: str, plan: _Plan, schedule, inputs, weights, matrix, out
             pl.BlockSpec((1, plan.tile, plan.row_bytes), lambda t, b, owner, _: (owner[b], t, 0)),
             pl.BlockSpec((1, groups, plan.tile), lambda t, b, owner, _: (owner[b], 0, t)),
         ]
-    order = tiles.split_matrix(tiles.ways(plan.form)).T
-    for array in (order, matrix, tiles.spread_matrix(plan.row_bytes)):
-        arrays.append(array)
-        specs.append(pl.BlockSpec(array.shape, lambda t, b, *_: (0, 0)))
+    split = tiles.split_matrix()
+    arrays += [split, split.T]
+    specs += [pl.BlockSpec(split.shape, lambda t, b, *_: (0, 0))] * 2
     blocks = state.shape[0]
-    experts = min(num_experts, blocks)
+    experts = min(weights[0][0].shape[0], blocks)
     values = plan.matrices * plan.out * plan.width
     return pl.pallas_call(
         functools.partial(kernel, form=plan.form),
@@ -199,9 +184,8 @@ def _call(kernel, name: str, plan: _Plan, schedule, inputs, weights, matrix, out
             in_specs=specs,
             out_specs=out_block,
             scratch_shapes=[
-                pltpu.VMEM((plan.matrices, 2, plan.tile // 2, plan.width)[plan.matrices == 1 :], jnp.bfloat16),
-                pltpu.VMEM((tiles.ways(plan.form), size, groups), jnp.bfloat16),
-                pltpu.VMEM((tiles.ways(plan.form), size, plan.chunk), tiles.scale_type(plan.form)),
+                pltpu.VMEM((plan.matrices, plan.tile // 2, plan.width), jnp.int32),
+                pltpu.VMEM(plan.scales_shape, jnp.int32),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct(out_shape, jnp.bfloat16),
@@ -241,8 +225,6 @@ def expert_blocks(
     blocks, rows, d = x.shape
     num_experts, f = w1[0].shape[:2]
     schedule = _schedule(block_expert, num_experts)
-    split = tiles.split_matrix()
-
     plan = _plan(rows, 2, f, d)
     on_lanes = jnp.broadcast_to(row_weight[..., None], (blocks, rows, LANES))
     inner = _call(
@@ -251,13 +233,13 @@ def expert_blocks(
             (x, pl.BlockSpec((1, rows, d), lambda t, b, *_: (b, 0, 0))),
             (on_lanes, pl.BlockSpec((1, rows, LANES), lambda t, b, *_: (b, 0, 0))),
         ],
-        (w1, w3), split, pl.BlockSpec((1, 2, rows, plan.tile // 2), lambda t, b, *_: (b, 0, 0, t)),
-        (blocks, 2, rows, f // 2), interpret,
+        (w1, w3), pl.BlockSpec((1, rows, plan.tile), lambda t, b, *_: (b, 0, t)),
+        (blocks, rows, f), interpret,
     )  # fmt: skip
     plan = _plan(rows, 1, d, f)
     return _call(
         _outer_kernel, "expert_outer", plan, schedule,
-        [(inner, pl.BlockSpec((1, 2, rows, f // 2), lambda t, b, *_: (b, 0, 0, 0)))],
-        (w2,), split.T, pl.BlockSpec((1, rows, plan.tile), lambda t, b, *_: (b, 0, t)),
+        [(inner, pl.BlockSpec((1, rows, f), lambda t, b, *_: (b, 0, 0)))],
+        (w2,), pl.BlockSpec((1, rows, plan.tile), lambda t, b, *_: (b, 0, t)),
         (blocks, rows, d), interpret,
     )  # fmt: skip
