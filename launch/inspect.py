@@ -2,17 +2,21 @@
 
     python -m launch.inspect --checkpoint=DIR
     python -m launch.inspect --config=FILE [--set=text_config.max_position_embeddings=4096 ...] [--json]
+    python -m launch.inspect --config=FILE --mesh=data=8,tensor=8 [--sharding=decode --rows=64 --context=131072]
 
 With --checkpoint the names, shapes and dtypes in the files are compared with what its config.json says they hold; no
-tensor data is read. With --json, stdout is exactly one JSON object.
+tensor data is read. With --mesh it also says what every device of such a mesh holds of parameters and cache; no device
+is needed. With --json, stdout is exactly one JSON object.
 """
 
 import dataclasses
 import json
+import math
 import sys
 from typing import Any
 
 from absl import flags
+from jax.sharding import AbstractMesh
 from rich.console import Console
 from rich.table import Table
 
@@ -28,6 +32,10 @@ from dsv41.checkpoint import (
     totals_by_subsystem,
 )
 from dsv41.config import DSV41Error, LayerSpec, ModelConfig, TextConfig, layer_schedule, load_config, with_overrides
+from dsv41.cost_model import StepSizes, abstract_step, cache_bytes, parameter_bytes, total_bytes
+from dsv41.models import abstract_drafter_params, abstract_vision_params
+from dsv41.models.sharded import param_shardings, param_specs
+from dsv41.sharding import PRESETS, parse_mesh, preset_rules
 from launch.cli import new_flags, overrides, run
 
 FLAGS = new_flags()
@@ -37,6 +45,18 @@ _CHECKPOINT = flags.DEFINE_string(
 _CONFIG = flags.DEFINE_string("config", None, "A config.json, or a directory that holds one.", flag_values=FLAGS)
 _SET = flags.DEFINE_multi_string(
     "set", [], "key=value: changes one field of the config, such as text_config.sliding_window=64.", flag_values=FLAGS
+)
+_MESH = flags.DEFINE_string(
+    "mesh", None, "Sizes of mesh axes, such as data=8,tensor=8: also show the bytes of one device.", flag_values=FLAGS
+)
+_SHARDING = flags.DEFINE_enum(
+    "sharding", "decode", PRESETS, "How a model is spread over --mesh (dsv41/sharding/presets.py).", flag_values=FLAGS
+)
+_ROWS = flags.DEFINE_integer(
+    "rows", None, "With --mesh: sequences in the cache, of all devices. One a group of devices.", flag_values=FLAGS
+)
+_CONTEXT = flags.DEFINE_integer(
+    "context", None, "With --mesh: tokens a sequence in the cache. The config's longest.", flag_values=FLAGS
 )
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object instead of tables.", flag_values=FLAGS)
 
@@ -79,6 +99,52 @@ def describe(config: ModelConfig, inventory: dict[str, TensorSpec]) -> dict[str,
         "cache": _cache_bytes(config.text_config),
         "layers": [_layer_row(layer) for layer in layer_schedule(config.text_config).layers],
     }
+
+
+def _describe_mesh(config: ModelConfig) -> dict[str, Any]:
+    """Bytes of one device, by kind."""
+    text, sizes = config.text_config, parse_mesh(_MESH.value)
+    rules = preset_rules(_SHARDING.value, sizes, text)
+    context = text.max_position_embeddings if _CONTEXT.value is None else _CONTEXT.value
+    rows = math.prod(sizes[axis] for axis in rules.batch) if _ROWS.value is None else _ROWS.value
+    step = StepSizes(program="decode", rows=rows, context=context, mesh=_MESH.value, rules=_SHARDING.value)
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    abstract = abstract_step(config, step, mesh)
+    parameters = parameter_bytes(abstract.params)
+    if text.num_nextn_predict_layers:
+        specs = param_specs(config, rules, "drafter")
+        parameters["drafter"] = total_bytes(param_shardings(abstract_drafter_params(config), specs, mesh))
+    if config.vision_config is not None:
+        parameters["vision"] = total_bytes(abstract_vision_params(config))
+    cache = cache_bytes(abstract.cache)
+    return {
+        "mesh": sizes,
+        "sharding": _SHARDING.value,
+        "rules": dataclasses.asdict(rules),
+        "devices": math.prod(sizes.values()),
+        "rows": rows,
+        "context": context,
+        "parameters": parameters,
+        "cache": cache,
+        "total": sum(parameters.values()) + sum(cache.values()),
+    }
+
+
+def _mesh_line(found: dict[str, Any]) -> str:
+    """How the model lies on the mesh."""
+    spread = {name.replace("_", " "): " x ".join(axes) for name, axes in found["rules"].items() if axes}
+    over = ", ".join(f"{name} over {axes}" for name, axes in spread.items()) or "nothing spread"
+    return f"{found['rows']:,} sequences of {found['context']:,} tokens; {found['sharding']}: {over}"
+
+
+def _mesh_table(found: dict[str, Any]) -> Table:
+    table = _table(f"One of {found['devices']} devices", "what", "bytes", "GiB")
+    for part in ("parameters", "cache"):
+        for name, size in found[part].items():
+            table.add_row(name, _number(size), _gib(size))
+        table.add_section()
+    table.add_row("total", _number(found["total"]), _gib(found["total"]))
+    return table
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -138,8 +204,13 @@ def _print_tables(report: dict[str, Any]) -> None:
     # Without a terminal rich assumes 80 columns and would fold cells.
     width = None if sys.stdout.isatty() else 120
     console = Console(file=sys.stdout, width=width, markup=False, highlight=False, emoji=False)
-    for table in (*_size_tables(report), _layer_table(report["layers"])):
+    tables = [*_size_tables(report), _layer_table(report["layers"])]
+    if report["mesh"] is not None:
+        tables.append(_mesh_table(report["mesh"]))
+    for table in tables:
         console.print(table)
+    if report["mesh"]:
+        console.print(_mesh_line(report["mesh"]))
     if report["checkpoint"]:
         found = report["checkpoint"]
         console.print(f"{found['directory']}: all {_number(found['tensors'])} tensors are as the config says")
@@ -151,7 +222,8 @@ def main() -> None:
     path = _CONFIG.value if _CHECKPOINT.value is None else _CHECKPOINT.value
     config = with_overrides(load_config(path), overrides(_SET.value))
     inventory = tensor_inventory(config)
-    report = {"config": path, **describe(config, inventory), "checkpoint": None}
+    mesh = None if _MESH.value is None else _describe_mesh(config)
+    report = {"config": path, **describe(config, inventory), "mesh": mesh, "checkpoint": None}
     if _CHECKPOINT.value is not None:
         reader = open_either(_CHECKPOINT.value)
         check_inventory(reader, inventory, PARTS)

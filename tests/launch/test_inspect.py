@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from dsv41.checkpoint.inventory import is_engram_table, tensor_inventory
+from dsv41.config import load_config
 from launch import inspect
 from launch.cli import run
 from tests.checkpoint_files import TINY, stored_tensors, write_safetensors
@@ -143,3 +145,45 @@ def test_as_a_program():
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["parameters"]["total"] == 763_205_315_794
+
+
+def test_mesh_of_one_device_holds_all_parameters(capsys):
+    found = report(capsys, FLASH, "--mesh=data=1")
+    inventory = tensor_inventory(load_config(ROOT / "configs" / "flash.json"))
+    tables = sum(spec.nbytes for name, spec in inventory.items() if is_engram_table(name))
+    assert found["mesh"]["devices"] == found["mesh"]["rows"] == 1
+    # Engram tables are no parameters: they stay with the host.
+    assert sum(found["mesh"]["parameters"].values()) == found["bytes"] - tables
+
+
+def test_mesh(capsys):
+    one = report(capsys, FLASH, "--mesh=data=1", "--rows=64", "--context=131072")["mesh"]
+    many = report(capsys, FLASH, "--mesh=data=8,tensor=8", "--rows=64", "--context=131072")["mesh"]
+    assert many["devices"] == 64 and many["context"] == 131_072
+    for part, shares in {
+        "parameters": {"routed experts": 64, "embedding": 8, "head": 8, "shared experts": 1, "norms": 1},
+        "cache": {"main KV": 8, "index keys": 8, "window KV": 8, "RoPE tables": 1},
+    }.items():
+        for kind, share in shares.items():
+            assert many[part][kind] * share == one[part][kind], kind
+    assert many["total"] == sum(many["parameters"].values()) + sum(many["cache"].values())
+
+
+def test_pages_of_a_sequence_over_several_devices(capsys):
+    found = report(capsys, FLASH, "--mesh=data=4,sequence=8", "--rows=32")["mesh"]
+    assert found["rules"]["pages"] == ["sequence"]
+    assert found["cache"]["main KV"] == 1_048_576 * 720  # a sequence a device: 288 bytes an entry, 2.5 entries a token
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--mesh=8"], "mesh '8': expected each of data, sequence, tensor at most once, as in data=4,tensor=2"),
+        (["--mesh=tensor=16"], "mesh axis tensor=16: does not divide the 8 groups of heads"),
+        (["--mesh=data=8", "--rows=12"], "rows=12 are not divisible by the 8 parts that mesh data=8 has for them"),
+        (["--mesh=data=8", "--context=2000000"], "context=2000000: expected 1 to 1048576 tokens"),
+    ],
+)
+def test_impossible_meshes(capsys, flags, message):
+    assert start(FLASH, *flags) == 2
+    assert message in capsys.readouterr().err
