@@ -35,6 +35,15 @@ def _check_width(name: str, width: int) -> None:
         raise ValueError(f"{name}: the packed cache stores widths that are powers of two from 32 up, got {width}")
 
 
+def _pack(shape: tuple[int, ...], values: jax.Array, scales: jax.Array, value_rows: int) -> jax.Array:
+    """Values, then scales, each padded to whole rows."""
+    parts = []
+    for part, rows in ((values, value_rows), (scales, shape[1] - value_rows)):
+        flat = part.reshape(part.shape[0], -1)
+        parts.append(jnp.pad(flat, ((0, 0), (0, rows * ROW_BYTES - flat.shape[1]))))
+    return jnp.concatenate(parts, axis=1).reshape(shape)
+
+
 def drop_index(index: jax.Array, keep: jax.Array, size: int) -> jax.Array:
     """Indices with those not in `keep` moved out of range, so that a scatter with mode='drop' skips them."""
     return jnp.where(keep, index, size)
@@ -88,6 +97,10 @@ class MainPageLayout:
         """Reads entries. page, entry int32 [...] in range -> values uint8 [..., C/2], scales uint8 [..., C/16]."""
         value_view, scale_view, first_scale = self._views(pool)
         return pool.reshape(value_view)[page, entry], pool.reshape(scale_view)[page, first_scale + entry]
+
+    def pack(self, values: jax.Array, scales: jax.Array) -> jax.Array:
+        """Whole pages: values uint8 [pages, 128, C/2], scales uint8 [pages, 128, C/16] -> [pages, rows, 4, 128]."""
+        return _pack(self.shape(values.shape[0]), values, scales, self.value_rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,8 +229,4 @@ class WindowLayout:
 
     def pack(self, values: jax.Array, scales: jax.Array) -> jax.Array:
         """Whole rings: values uint8 [slots, length, C], scales uint8 [slots, length, C/32] -> [slots, rows, 4, 128]."""
-        parts = []
-        for part, rows in ((values, self.value_rows), (scales, self.slot_rows - self.value_rows)):
-            flat = part.reshape(part.shape[0], -1)
-            parts.append(jnp.pad(flat, ((0, 0), (0, rows * ROW_BYTES - flat.shape[1]))))
-        return jnp.concatenate(parts, axis=1).reshape(self.shape(values.shape[0]))
+        return _pack(self.shape(values.shape[0]), values, scales, self.value_rows)

@@ -14,7 +14,9 @@ from dsv41.cache.kv_cache import (
 from dsv41.cache.layout import FORMAT_VERSION, CacheLayout
 from dsv41.cache.local_step import cache_specs, local_step
 from dsv41.cache.page_io import copy_page, read_page, read_rings, set_page_table, write_page, write_rings
+from dsv41.cache.page_owners import PageOwners
 from dsv41.cache.pages import PagePool
+from dsv41.cache.step_pages import StepPages
 
 __all__ = [
     "FORMAT_VERSION",
@@ -22,7 +24,9 @@ __all__ = [
     "CacheLayout",
     "ForwardBatch",
     "KVCache",
+    "PageOwners",
     "PagePool",
+    "StepPages",
     "abstract_cache",
     "assign_pages",
     "cache_bytes",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +10,11 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from dsv41.cache.layout import CacheLayout
+from dsv41.cache.page_owners import ONE_DEVICE, PageOwners
+from dsv41.cache.step_pages import StepPages
 from dsv41.config import DSV41Error, TextConfig
 from dsv41.ops.rope import layer_frequencies, rope_table
-from dsv41.sharding import LOCAL, ShardingRules, place, zeros
+from dsv41.sharding import LOCAL, MeshAxes, ShardingRules, place, zeros
 from pallas_kernels.formats import byte_to_e4m3
 from pallas_kernels.page_layout import drop_index
 
@@ -70,6 +71,8 @@ class ForwardBatch:
     write_from: jax.Array | None = None
     # int32 [B] the last so many new tokens go through the decoder, where a step runs it on a tail; None elsewhere
     tail: jax.Array | None = None
+    # where the pages of its sequences lie, inside a step on several devices (`local_step`); None: in the page tables
+    pages: StepPages | None = None
 
     def positions(self) -> jax.Array:
         """int32 [B, T] absolute positions."""
@@ -78,6 +81,19 @@ class ForwardBatch:
     def valid(self) -> jax.Array:
         """bool [B, T] real tokens."""
         return jnp.arange(self.tokens.shape[1]) < self.num_new[:, None]
+
+    def step_pages(self, page_table: jax.Array, axes: MeshAxes) -> StepPages:
+        """Where the pages of its sequences lie, if these are spread over `axes`.
+
+        page_table: int32 [slots, max_pages], the cache's.
+
+        Raises:
+          ValueError: the step was not prepared for these axes (`local_step`).
+        """
+        pages = StepPages.of(self, page_table, ()) if self.pages is None else self.pages
+        if pages.axes != axes:
+            raise ValueError(f"pages of a step are spread over {pages.axes}, the layers expect {axes}")
+        return pages
 
     def tail_batch(self, width: int) -> ForwardBatch:
         """The last `tail` tokens of each row as a step of `width`: it writes no pages, its windows begin with it."""
@@ -97,6 +113,7 @@ class ForwardBatch:
             engram_scales=None,
             window_floor=begin,
             write_from=jnp.full_like(begin, jnp.iinfo(jnp.int32).max),
+            pages=None if self.pages is None else self.pages.of_tail(),
         )
 
     def ring_address(self, length: int, num_slots: int) -> tuple[jax.Array, jax.Array]:
@@ -116,6 +133,9 @@ class AttentionState:
     physical_entries: jax.Array  # int32 [B, T, index_topk] where these lie in the pool: page * 128 + entry, -1 unused
     candidates: jax.Array | None  # int32 [B, T, candidate_topk_blocks] candidate blocks, ascending, -1 unused
     index_source: int = dataclasses.field(metadata={"static": True})  # layer that made `selected`
+    # uint8 [pages, rows, 4, 128] pages of main KV that `physical_entries` names, where they were brought here from
+    # other devices; None: those of the cache
+    pool: jax.Array | None = None
 
 
 def abstract_cache(
@@ -178,21 +198,14 @@ def init_cache(
     layout = CacheLayout.from_config(config, draft_tokens=draft_tokens)
     max_pages = layout.pages_for(max_tokens)
     assign_all = num_pages is None
-    num_pages = num_pages or num_slots * max_pages
-    if mesh is not None:
-        shards = math.prod(mesh.shape[axis] for axis in rules.batch)
-        for name, value in (("num_slots", num_slots), ("num_pages", num_pages)):
-            if value % shards:
-                raise DSV41Error(f"init_cache: {name}={value} cannot be spread equally over {shards} devices")
+    owners = ONE_DEVICE if mesh is None else PageOwners.of(rules, mesh.shape)
+    num_pages = num_pages or owners.pages_for_all(num_slots, max_pages)
+    owners.check_sizes(num_slots, num_pages)
     abstract = abstract_cache(config, layout, num_slots=num_slots, max_tokens=max_tokens, num_pages=num_pages)
     positions = np.arange(max_pages * layout.page_tokens)
     tables = (rope_table(layer_frequencies(config, compressed=c), positions) for c in (False, True))
     empty = dataclasses.replace(abstract, rope=(), page_table=None)
-    table = (
-        np.arange(num_slots * max_pages).reshape(num_slots, max_pages)
-        if assign_all
-        else np.full((num_slots, max_pages), -1)
-    )
+    table = owners.table_of_all(num_slots, max_pages) if assign_all else np.full((num_slots, max_pages), -1)
     tables, table = tuple(tables), table.astype(np.int32)
     if mesh is None:
         arrays = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), empty)

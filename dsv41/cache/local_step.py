@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from dsv41.cache.kv_cache import ForwardBatch, KVCache
+from dsv41.cache.step_pages import StepPages
 from dsv41.ops import collectives
 from dsv41.sharding import ShardingRules
 
@@ -23,8 +24,9 @@ def cache_specs(cache: KVCache, rules: ShardingRules) -> KVCache:
 def local_step(batch: ForwardBatch, cache: KVCache, rules: ShardingRules) -> tuple[ForwardBatch, KVCache]:
     """Slots and page tables of a step as one device counts them, inside `jax.shard_map`.
 
-    Slots and pages are numbered through all devices in a batch and in page tables; here from the first of this device.
-    A row's slot must lie on the device of the row.
+    Slots and pages are numbered through all devices in a batch and in page tables; here from the first of their device.
+    A row's slot must lie on the device of the row, and pages where `PageOwners` says: others count as not assigned.
+    With `rules.pages` the batch also says which pages of the group's rows lie here.
     """
     if not rules.batch:
         return batch, cache
@@ -35,5 +37,10 @@ def local_step(batch: ForwardBatch, cache: KVCache, rules: ShardingRules) -> tup
     if not cache.main:
         return batch, cache
     pages = cache.main[0].shape[0] // cache.layout.pages_per_logical(cache.layout.ratios[0])
-    table = jnp.where(cache.page_table < 0, -1, cache.page_table - shard * pages)
+    group = shard - collectives.axis_index(rules.pages)
+    owner = group + jnp.arange(cache.page_table.shape[1]) % collectives.axis_size(rules.pages)
+    page = cache.page_table - owner * pages
+    table = jnp.where((cache.page_table >= 0) & (page >= 0) & (page < pages), page, -1)
+    if rules.pages:
+        batch = dataclasses.replace(batch, pages=StepPages.of(batch, table, rules.pages))
     return batch, dataclasses.replace(cache, page_table=table)

@@ -16,6 +16,7 @@ from dsv41.layers.projections import AttentionProjections
 from dsv41.ops import compressor as compression
 from dsv41.ops.linear import WeightFormat
 from dsv41.ops.rope import table_of
+from dsv41.ops.sequence_pages import gather_rows
 from dsv41.ops.token_split import TokenSplit
 from dsv41.sharding import LOCAL, ShardingRules
 from pallas_kernels.fixed_order import contract
@@ -50,7 +51,7 @@ class Attention(AttentionProjections):
         if spec.owns_kv:
             self.compressor = _Compressor(config, spec.ratio)
         if spec.selects:
-            self.indexer = Indexer(config, spec, dense)
+            self.indexer = Indexer(config, spec, dense, rules)
 
     def __call__(
         self, x: jax.Array, batch: ForwardBatch, cache: KVCache, state: AttentionState | None, forced: jax.Array | None
@@ -76,10 +77,7 @@ class Attention(AttentionProjections):
             cache = self._compress(x, batch, cache)
         if self.spec.selects:
             with jax.named_scope("select"):
-                state = self.indexer(x, qr, rope, batch, cache, self.kv_index, state)
-                if forced is not None:
-                    entries = cache.layout.physical_entry(cache.page_table[batch.slot], forced, self.spec.ratio)
-                    state = dataclasses.replace(state, selected=forced, physical_entries=entries)
+                state = self._select(x, qr, rope, batch, cache, state, forced)
         elif self.spec.mode is LayerMode.REUSE and (state is None or state.index_source != self.spec.index_source):
             raise ValueError(
                 f"layer {self.spec.index} reuses the selection of layer {self.spec.index_source}, which has not run "
@@ -89,6 +87,29 @@ class Attention(AttentionProjections):
             o, ring = self._attend(q, x, rope, batch, cache, state)
         cache = dataclasses.replace(cache, window=_replaced(cache.window, self.spec.index, ring))
         return self.output(o), cache, state
+
+    def _select(self, x, qr, rope, batch, cache, state, forced) -> AttentionState:
+        """The selection of this layer, or `forced`, and where its entries lie; see `__call__`."""
+        spec = self.spec
+        known = None if state is None else state.candidates
+        if spec.reads_candidates and known is None:
+            raise ValueError(f"layer {spec.index} selects inside a candidate pool that no layer of this step built")
+        selected, built = self.indexer(x, qr, rope, batch, cache, self.kv_index, known)
+        selected = selected if forced is None else forced
+        pages = batch.step_pages(cache.page_table, self.rules.pages)
+        pool = None
+        if pages.axes:
+            held = None if state is None or spec.owns_kv else state.pool
+            pool, entries = pages.fetch(cache.main[self.kv_index], selected, cache.layout, spec.ratio, held)
+        else:
+            entries = cache.layout.physical_entry(pages.table, selected, spec.ratio)
+        return AttentionState(
+            selected=selected,
+            physical_entries=entries,
+            candidates=built if spec.builds_candidates else known,
+            index_source=spec.index,
+            pool=pool,
+        )
 
     def compress(self, x: jax.Array, batch: ForwardBatch, cache: KVCache) -> KVCache:
         """Writes main KV and index keys of every group that this step completes; the rest of the layer is not run.
@@ -107,7 +128,6 @@ class Attention(AttentionProjections):
         pending = cache.pending[k]
         if ratio == 1:
             latent = self.compressor.norm(self.compressor.wkv(x))
-            group, complete = batch.positions(), batch.valid()
         else:
             # In float32 on both sides: bf16 inputs have exact products, so accumulating in float32 is the float32
             # product.
@@ -117,20 +137,23 @@ class Attention(AttentionProjections):
             ring = pending.shape[1]
             before = batch.start[:, None] - ratio + 1 + jnp.arange(ratio - 1)
             rows = jnp.concatenate([pending[batch.slot[:, None], before % ring], new], axis=1)
-            group, complete, row = compression.group_window(batch.start, batch.num_new, x.shape[1], ratio)
+            _, _, row = compression.group_window(batch.start, batch.num_new, x.shape[1], ratio)
             latent = compression.pool_groups(
                 rows[:, :, 0], rows[:, :, 1], row, self.compressor.norm.weight[...], self.config.rms_norm_eps
             )
             slot, index = batch.ring_address(ring, pending.shape[0])
             pending = pending.at[slot, index].set(new, mode="drop")
-        table = table_of(self.spec, cache.rope)
-        rope = table[jnp.clip(group * ratio, 0, cache.max_tokens - 1)]
-        page, entry = cache.layout.address(cache.page_table[batch.slot], group, ratio)
-        if batch.write_from is not None:
-            complete = complete & (group * ratio >= batch.write_from[:, None])
+        # Every device of a group writes what lies in its pages of the latents of all.
+        pages = batch.step_pages(cache.page_table, self.rules.pages)
+        latent, keys = gather_rows([latent, self.indexer.keys(latent)], pages.axes)
+        group, complete, _ = compression.group_window(pages.start, pages.num_new, x.shape[1], ratio)
+        rope = table_of(self.spec, cache.rope)[jnp.clip(group * ratio, 0, cache.max_tokens - 1)]
+        page, entry = pages.address(cache.layout, group, ratio)
+        if pages.write_from is not None:
+            complete = complete & (group * ratio >= pages.write_from[:, None])
         page = drop_index(page, complete & (page >= 0), cache.main[k].shape[0])
         main = quantize.write_main(latent, rope, cache.main[k], page, entry, layout=cache.layout.main)
-        index = self.indexer.write_keys(latent, rope, cache.index[k], page, entry, cache.layout.index)
+        index = self.indexer.write_keys(keys, rope, cache.index[k], page, entry, cache.layout.index)
         return dataclasses.replace(
             cache,
             main=_replaced(cache.main, k, main),
@@ -165,7 +188,8 @@ class Attention(AttentionProjections):
             ring = ring_layout.write(ring, slot, index, e4m3_to_byte(new[0]), new[1])
         pool, entries = None, None
         if state is not None and self.kv_index is not None:
-            pool, entries = cache.main[self.kv_index], jnp.where(valid, state.physical_entries, -1)
+            pool = cache.main[self.kv_index] if state.pool is None else state.pool
+            entries = jnp.where(valid, state.physical_entries, -1)
         o = sparse_attention(
             q, read, read_slot, jnp.where((key >= floor) & valid, where, -1), pool, entries, self.attn_sink[...], rope,
             scale=self.config.head_dim**-0.5, window_layout=read_layout,

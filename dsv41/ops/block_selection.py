@@ -12,7 +12,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from dsv41.ops.selection import ascending
+from dsv41.ops.selection import Ranked, SelectionSizes
 from pallas_kernels.indexer import ops as indexer
 from pallas_kernels.topk.ops import topk
 
@@ -27,68 +27,68 @@ class IndexQuery:
     weights: jax.Array  # bfloat16 [B, T, N]
 
 
-def select_by_blocks(
+def rank_by_blocks(
     query: IndexQuery,
     pool: jax.Array,
     pages: jax.Array,
     visible: jax.Array,
-    *,
-    top_k: int,
-    pool_blocks: int,
-    block_size: int,
-) -> tuple[jax.Array, jax.Array]:
-    """Top-k over all visible entries, and the candidate pool if `pool_blocks` > 0.
+    kept: jax.Array | None,
+    sizes: SelectionSizes,
+) -> tuple[Ranked, Ranked]:
+    """Top-k over all visible entries, and the blocks of the candidate pool if `sizes.pool_blocks` > 0.
 
     Args:
       query: of every token.
       pool: uint8 [P, rows, 4, 128] pages of index keys.
       pages: int32 [B, M] physical page of each run of 128 entries, -1 where none is assigned.
       visible: int32 [B, T] entries that each token sees.
-      top_k: entries to select.
-      pool_blocks: blocks to keep, 0 for none.
-      block_size: entries a block.
+      kept: int32 [B, T] the block that always stays, with the score inf; -1 for none.
+      sizes: how many of what.
 
     Returns:
-      selected int32 [B, T, top_k] in any order, -1 unused ones at the end; candidates int32 [B, T, pool_blocks],
-      ascending, -1 at the end.
+      entries [B, T, top_k] and blocks [B, T, pool_blocks], in any order, unused ones at the end.
     """
-    total = pages.shape[1] * indexer.PAGE_ENTRIES // block_size
-    used = -(-visible // block_size)
-    if pool_blocks or total > top_k:
-        maxima = indexer.block_maxima(*_parts(query), pool, pages, visible, block_size=block_size)
-    if total > top_k:
-        blocks = _topk(maxima, top_k, used)
+    total = pages.shape[1] * indexer.PAGE_ENTRIES // sizes.block
+    used = -(-visible // sizes.block)
+    if sizes.pool_blocks or total > sizes.top_k:
+        maxima = indexer.block_maxima(*_parts(query), pool, pages, visible, block_size=sizes.block)
+    if total > sizes.top_k:
+        blocks = _topk(maxima, sizes.top_k, used)
     else:
         block = jnp.arange(total, dtype=jnp.int32)
         blocks = jnp.where(block < used[..., None], block, -1)
-    candidates = jnp.zeros((*visible.shape, 0), jnp.int32)
-    if pool_blocks:
-        candidates = candidate_pool(maxima, visible, pool_blocks, block_size)
-    return _best_of_blocks(query, pool, pages, visible, blocks, top_k, block_size), candidates
+    candidates = Ranked(jnp.zeros((*visible.shape, 0), jnp.float32), jnp.zeros((*visible.shape, 0), jnp.int32))
+    if sizes.pool_blocks:
+        candidates = best_blocks(maxima, visible, kept, sizes)
+    return rank_in_blocks(query, pool, pages, visible, blocks, sizes), candidates
 
 
-def select_in_blocks(
+def rank_in_blocks(
     query: IndexQuery,
     pool: jax.Array,
     pages: jax.Array,
     visible: jax.Array,
-    candidates: jax.Array,
-    *,
-    top_k: int,
-    block_size: int,
-) -> jax.Array:
-    """Top-k over the visible entries of each token's candidate blocks int32 [B, T, n], -1 unused; as above."""
-    return _best_of_blocks(query, pool, pages, visible, candidates, top_k, block_size)
+    blocks: jax.Array,
+    sizes: SelectionSizes,
+) -> Ranked:
+    """Top-k over the visible entries of some blocks of each token, int32 [B, T, n], -1 unused; as `rank_by_blocks`."""
+    scores = indexer.entry_scores(*_parts(query), pool, pages, visible, blocks, block_size=sizes.block)
+    where = _topk(scores, sizes.top_k, jnp.full_like(visible, scores.shape[-1]))
+    block = jnp.take_along_axis(blocks, jnp.maximum(where, 0) // sizes.block, axis=-1)
+    ids = jnp.where(where < 0, -1, block * sizes.block + where % sizes.block)
+    return Ranked(_scores_at(scores, where), ids)
 
 
-def candidate_pool(maxima: jax.Array, visible: jax.Array, pool_blocks: int, block_size: int) -> jax.Array:
-    """The best blocks by their maxima float32 [B, T, blocks]; the block of the newest visible entry always stays.
+def best_blocks(maxima: jax.Array, visible: jax.Array, kept: jax.Array, sizes: SelectionSizes) -> Ranked:
+    """The best blocks by their maxima float32 [B, T, blocks]; visible, kept and sizes as in `rank_by_blocks`."""
+    forced = jnp.where(jnp.arange(maxima.shape[-1]) == kept[..., None], jnp.inf, maxima)
+    blocks = _topk(forced, sizes.pool_blocks, -(-visible // sizes.block))
+    return Ranked(_scores_at(forced, blocks), blocks)
 
-    Returns int32 [B, T, pool_blocks], ascending, -1 at the end.
-    """
-    newest = jnp.where(visible > 0, (visible - 1) // block_size, -1)
-    forced = jnp.where(jnp.arange(maxima.shape[-1]) == newest[..., None], jnp.inf, maxima)
-    return ascending(_topk(forced, pool_blocks, -(-visible // block_size)))
+
+def _scores_at(scores: jax.Array, where: jax.Array) -> jax.Array:
+    """float32 [B, T, k]: scores at places, -inf at -1."""
+    return jnp.where(where < 0, -jnp.inf, jnp.take_along_axis(scores, jnp.maximum(where, 0), axis=-1))
 
 
 def _parts(query: IndexQuery) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -99,10 +99,3 @@ def _topk(scores: jax.Array, k: int, lengths: jax.Array) -> jax.Array:
     """int32 [B, T, k] positions along the last axis."""
     rows = scores.reshape(-1, scores.shape[-1])
     return topk(rows, k, lengths=lengths.reshape(-1)).reshape(*scores.shape[:-1], k)
-
-
-def _best_of_blocks(query, pool, pages, visible, blocks, top_k: int, block_size: int) -> jax.Array:
-    scores = indexer.entry_scores(*_parts(query), pool, pages, visible, blocks, block_size=block_size)
-    where = _topk(scores, top_k, jnp.full_like(visible, scores.shape[-1]))
-    block = jnp.take_along_axis(blocks, jnp.maximum(where, 0) // block_size, axis=-1)
-    return jnp.where(where < 0, -1, block * block_size + where % block_size)

@@ -3,7 +3,11 @@
 Keys arrive in tiles and only the best so far is kept, so memory does not depend on the context length or its limit.
 """
 
+from __future__ import annotations
+
+import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,42 +16,68 @@ from pallas_kernels.indexer import ops as indexer
 from pallas_kernels.topk import ops as topk
 
 
+@dataclasses.dataclass(frozen=True)
+class SelectionSizes:
+    """How many entries a query selects, how many blocks the candidate pool keeps, and how many entries a block has.
+
+    A layer that builds no pool has 0 of its blocks.
+    """
+
+    top_k: int
+    pool_blocks: int
+    block: int
+
+
 def visible_entries(positions: jax.Array, valid: jax.Array, ratio: int) -> jax.Array:
     """int32 [B, T]: how many compressed entries the token at each position sees, 0 for padding."""
     return jnp.where(valid, (positions + 1) // ratio, 0)
 
 
-def select(
+class Ranked(NamedTuple):
+    """Things that were chosen by score."""
+
+    scores: jax.Array  # float32 [..., k], -inf where unused
+    ids: jax.Array  # int32 [..., k], -1 where unused
+
+
+def take_ranked(scores: jax.Array, ids: jax.Array, where: jax.Array) -> Ranked:
+    """What lies at places int32 [..., k], -1 unused, along the last axis of scores and ids [..., n]."""
+    at, used = jnp.maximum(where, 0), where >= 0
+    taken = [jnp.take_along_axis(x, at, axis=-1) for x in (scores, ids)]
+    return Ranked(jnp.where(used, taken[0], -jnp.inf), jnp.where(used, taken[1], -1))
+
+
+def newest_block(visible: jax.Array, block_size: int) -> jax.Array:
+    """The block of the newest visible entry, -1 if there is none."""
+    return jnp.where(visible > 0, (visible - 1) // block_size, -1)
+
+
+def rank(
     q: jax.Array,
     weights: jax.Array,
     visible: jax.Array,
+    kept: jax.Array | None,
     read_keys: Callable[[jax.Array], jax.Array],
     *,
     tile: int,
-    top_k: int,
-    pool_blocks: int,
-    block_size: int,
-) -> tuple[jax.Array, jax.Array]:
-    """Top-k over all visible entries, and the candidate pool if `pool_blocks` > 0.
+    sizes: SelectionSizes,
+) -> tuple[Ranked, Ranked]:
+    """Top-k over all visible entries, and the blocks of the candidate pool if `sizes.pool_blocks` > 0.
 
-    A block's score is the largest of its visible entries; the block of the newest visible entry always stays.
+    A block's score is the largest of its visible entries.
 
     Args:
       q: bfloat16 [B, T, N, C] index queries.
       weights: bfloat16 [B, T, N] head weights.
       visible: int32 [B, T].
+      kept: int32 [B, T] the block that always stays, with the score inf; -1 for none.
       read_keys: tile number -> bfloat16 [B, tile, C], entries tile * i and up.
-      tile: entries a tile, a multiple of block_size.
-      top_k: entries to select.
-      pool_blocks: blocks to keep, 0 for none.
-      block_size: entries a block.
+      tile: entries a tile, a multiple of the block size.
+      sizes: how many of what.
 
     Returns:
-      selected int32 [B, T, top_k], best first, -1 unused; candidates int32 [B, T, pool_blocks], ascending, -1 at the
-      end.
+      entries [B, T, top_k] and blocks [B, T, pool_blocks], best first, the first one first among equal scores.
     """
-    shape = visible.shape
-    newest_block = (visible - 1) // block_size
 
     def body(i, carry):
         best, blocks = carry
@@ -55,17 +85,15 @@ def select(
         scores = indexer.index_scores(q, weights, read_keys(i))
         scores = jnp.where(entry < visible[..., None], scores, -jnp.inf)
         best = topk.merge_topk(best, scores, entry)
-        if pool_blocks:
-            block = i * (tile // block_size) + jnp.arange(tile // block_size, dtype=jnp.int32)
-            maxima = indexer.run_maxima(scores, block_size)
-            newest = (block == newest_block[..., None]) & (visible > 0)[..., None]
-            blocks = topk.merge_topk(blocks, jnp.where(newest, jnp.inf, maxima), block)
+        if sizes.pool_blocks:
+            block = i * (tile // sizes.block) + jnp.arange(tile // sizes.block, dtype=jnp.int32)
+            maxima = indexer.run_maxima(scores, sizes.block)
+            blocks = topk.merge_topk(blocks, jnp.where(block == kept[..., None], jnp.inf, maxima), block)
         return best, blocks
 
     steps = -(-visible.max() // tile)
-    init = topk.empty_topk(shape, top_k), topk.empty_topk(shape, pool_blocks)
-    (_, selected), (_, candidates) = jax.lax.fori_loop(0, steps, body, init)
-    return selected, ascending(candidates)
+    init = topk.empty_topk(visible.shape, sizes.top_k), topk.empty_topk(visible.shape, sizes.pool_blocks)
+    return tuple(Ranked(*found) for found in jax.lax.fori_loop(0, steps, body, init))
 
 
 def ascending(ids: jax.Array) -> jax.Array:
@@ -75,7 +103,7 @@ def ascending(ids: jax.Array) -> jax.Array:
     return jnp.where(ids == last, -1, ids)
 
 
-def select_in_pool(
+def rank_in_pool(
     q: jax.Array,
     weights: jax.Array,
     visible: jax.Array,
@@ -83,30 +111,29 @@ def select_in_pool(
     read_blocks: Callable[[jax.Array], jax.Array],
     *,
     tile_blocks: int,
-    top_k: int,
-    block_size: int,
-) -> jax.Array:
+    sizes: SelectionSizes,
+) -> Ranked:
     """Top-k over the visible entries of each query's candidate blocks.
 
     Args:
-      q, weights, visible, top_k, block_size: as in `select`.
+      q, weights, visible, sizes: as in `rank`.
       candidates: int32 [B, T, P] blocks, -1 unused ones at the end.
-      read_blocks: int32 [B, T, n] blocks (>= 0) -> bfloat16 [B, T, n * block_size, C].
+      read_blocks: int32 [B, T, n] blocks (>= 0) -> bfloat16 [B, T, n * block size, C].
       tile_blocks: blocks scored at a time.
 
     Returns:
-      int32 [B, T, top_k], best first, -1 unused.
+      entries [B, T, top_k], best first, among equal scores in the order of the candidates.
     """
-    pool = candidates.shape[-1]
+    pool, size = candidates.shape[-1], sizes.block
     padded = jnp.pad(candidates, ((0, 0), (0, 0), (0, -pool % tile_blocks)), constant_values=-1)
 
     def body(i, best):
         blocks = jax.lax.dynamic_slice_in_dim(padded, i * tile_blocks, tile_blocks, axis=2)
-        entry = (blocks[..., None] * block_size + jnp.arange(block_size)).reshape(*blocks.shape[:2], -1)
+        entry = (blocks[..., None] * size + jnp.arange(size)).reshape(*blocks.shape[:2], -1)
         scores = indexer.index_scores(q, weights, read_blocks(jnp.maximum(blocks, 0)))
         usable = (entry >= 0) & (entry < visible[..., None])
         return topk.merge_topk(best, jnp.where(usable, scores, -jnp.inf), entry)
 
     used = (candidates >= 0).sum(-1).max()
     steps = -(-used // tile_blocks)
-    return jax.lax.fori_loop(0, steps, body, topk.empty_topk(visible.shape, top_k))[1]
+    return Ranked(*jax.lax.fori_loop(0, steps, body, topk.empty_topk(visible.shape, sizes.top_k)))

@@ -155,11 +155,13 @@ def _pool(length: int, scores: np.ndarray, blocks: int, size: int = 8, tile: int
     padded[:length] = scores
     keys = jnp.asarray(padded, jnp.bfloat16)[None, :, None]
     q, w = jnp.ones((1, 1, 1, 1), jnp.bfloat16), jnp.ones((1, 1, 1), jnp.bfloat16)
-    _, candidates = selection.select(
-        q, w, jnp.array([[length]]), lambda i: jax.lax.dynamic_slice_in_dim(keys, i * tile, tile, axis=1),
-        tile=tile, top_k=4, pool_blocks=blocks, block_size=size,
+    visible = jnp.array([[length]])
+    _, found = selection.rank(
+        q, w, visible, selection.newest_block(visible, size),
+        lambda i: jax.lax.dynamic_slice_in_dim(keys, i * tile, tile, axis=1),
+        tile=tile, sizes=selection.SelectionSizes(4, blocks, size),
     )  # fmt: skip
-    return np.asarray(candidates)[0, 0]
+    return np.asarray(selection.ascending(found.ids))[0, 0]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from dsv41.ops import selection
-from dsv41.ops.block_selection import IndexQuery, candidate_pool, select_by_blocks, select_in_blocks
+from dsv41.ops.block_selection import IndexQuery, best_blocks, rank_by_blocks, rank_in_blocks
+from dsv41.ops.selection import SelectionSizes, ascending, newest_block
 from pallas_kernels.indexer import ops as indexer
 from pallas_kernels.page_layout import PAGE_ENTRIES, IndexPageLayout
 from pallas_kernels.quantize import ops as quantize
@@ -39,8 +40,9 @@ def _streaming(query, pool, pages, visible, top_k, pool_blocks):
         return keys.reshape(2, PAGE_ENTRIES, WIDTH)
 
     q = quantize.dequantize_mxfp4(query.values, query.scales)
-    options = {"tile": PAGE_ENTRIES, "top_k": top_k, "pool_blocks": pool_blocks, "block_size": BLOCK}
-    return selection.select(q, query.weights, visible, read_keys, **options)
+    sizes, newest = SelectionSizes(top_k, pool_blocks, BLOCK), newest_block(visible, BLOCK)
+    found, blocks = selection.rank(q, query.weights, visible, newest, read_keys, tile=PAGE_ENTRIES, sizes=sizes)
+    return found.ids, ascending(blocks.ids)
 
 
 def _same_sets(query, pool, pages, visible, actual, expected) -> None:
@@ -60,10 +62,10 @@ def _same_sets(query, pool, pages, visible, actual, expected) -> None:
 @pytest.mark.parametrize(("top_k", "pool_blocks"), [(8, 5), (20, 40), (500, 0)])
 def test_the_same_entries_and_the_same_pool(top_k, pool_blocks, ties):
     query, pool, pages, visible = _case(top_k + pool_blocks, ties)
-    by_blocks = jax.jit(select_by_blocks, static_argnames=("top_k", "pool_blocks", "block_size"))
-    selected, candidates = by_blocks(
-        query, pool, pages, visible, top_k=top_k, pool_blocks=pool_blocks, block_size=BLOCK
-    )
+    sizes = SelectionSizes(top_k, pool_blocks, BLOCK)
+    by_blocks = jax.jit(rank_by_blocks, static_argnames="sizes")
+    selected, blocks = by_blocks(query, pool, pages, visible, newest_block(visible, BLOCK), sizes)
+    selected, candidates = selected.ids, ascending(blocks.ids)
     expected, expected_pool = _streaming(query, pool, pages, visible, top_k, pool_blocks)
     _same_sets(query, pool, pages, visible, selected, expected)
     np.testing.assert_array_equal(candidates, expected_pool)
@@ -72,12 +74,17 @@ def test_the_same_entries_and_the_same_pool(top_k, pool_blocks, ties):
 def test_inside_the_pool_only():
     query, pool, pages, visible = _case(7, ties=False)
     _, candidates = _streaming(query, pool, pages, visible, 8, 5)
-    selected = select_in_blocks(query, pool, pages, visible, candidates, top_k=8, block_size=BLOCK)
+    selected = rank_in_blocks(query, pool, pages, visible, candidates, SelectionSizes(8, 0, BLOCK)).ids
     everything, _ = _streaming(query, pool, pages, visible, PAGES * PAGE_ENTRIES, 0)
     for row in np.ndindex(visible.shape):
         inside = [e for e in np.asarray(everything[row]) if e >= 0 and e // BLOCK in np.asarray(candidates[row])]
         # The pool is ascending, so that plain XLA resolves ties alike here.
         assert [e for e in np.asarray(selected[row]) if e >= 0] == inside[:8]
+
+
+def _candidates(maxima, visible, pool_blocks: int, size: int) -> np.ndarray:
+    sizes = SelectionSizes(1, pool_blocks, size)
+    return np.asarray(ascending(best_blocks(maxima, visible, newest_block(visible, size), sizes).ids))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +93,7 @@ def test_inside_the_pool_only():
 )
 def test_a2_candidate_arithmetic(length, kept, usable):
     blocks = -(-length // 8)
-    pool = np.asarray(candidate_pool(jnp.zeros((1, 1, blocks)), jnp.array([[length]], jnp.int32), 2048, 8))[0, 0]
+    pool = _candidates(jnp.zeros((1, 1, blocks)), jnp.array([[length]], jnp.int32), 2048, 8)[0, 0]
     pool = pool[pool >= 0]
     assert len(pool) == len(set(pool)) == kept
     assert ((pool[:, None] * 8 + np.arange(8)) < length).sum() == usable
@@ -94,10 +101,10 @@ def test_a2_candidate_arithmetic(length, kept, usable):
 
 def test_a3_newest_block_stays():
     maxima = jnp.ones((1, 1, 2500)).at[..., -1].set(-100.0)
-    pool = np.asarray(candidate_pool(maxima, jnp.array([[20_000]], jnp.int32), 2048, 8))[0, 0]
+    pool = _candidates(maxima, jnp.array([[20_000]], jnp.int32), 2048, 8)[0, 0]
     assert 2499 in pool and (np.diff(pool) > 0).all()
 
 
 def test_a_query_that_sees_nothing_has_no_pool():
-    pool = candidate_pool(jnp.zeros((1, 2, 10)), jnp.array([[0, 5]], jnp.int32), 4, 4)
+    pool = _candidates(jnp.zeros((1, 2, 10)), jnp.array([[0, 5]], jnp.int32), 4, 4)
     np.testing.assert_array_equal(pool, [[[-1] * 4, [0, 1, -1, -1]]])

@@ -125,10 +125,12 @@ def _pool_mask(scores: np.ndarray, visible: np.ndarray, blocks: int, size: int) 
     # only for bfloat16 scores, so ranks stand for the scores.
     ranks = np.argsort(np.argsort(full, axis=1), axis=1).astype(np.float32)
     keys = jnp.asarray(ranks)[:, :, None]
-    _, candidates = selection.select(
-        jnp.ones((b * t, 1, 1, 1)), jnp.ones((b * t, 1, 1)), jnp.asarray(visible.reshape(b * t, 1)), lambda i: keys,
-        tile=padded, top_k=1, pool_blocks=blocks, block_size=size,
+    seen = jnp.asarray(visible.reshape(b * t, 1))
+    _, found = selection.rank(
+        jnp.ones((b * t, 1, 1, 1)), jnp.ones((b * t, 1, 1)), seen, selection.newest_block(seen, size), lambda i: keys,
+        tile=padded, sizes=selection.SelectionSizes(1, blocks, size),
     )  # fmt: skip
+    candidates = selection.ascending(found.ids)
     mask = np.zeros((b * t, padded // size + 1), bool)
     np.put_along_axis(mask, np.where(candidates[:, 0] < 0, padded // size, candidates[:, 0]), True, axis=1)
     return np.repeat(mask[:, :-1], size, axis=1)[:, :s].reshape(b, t, s)

@@ -1,0 +1,195 @@
+"""Attention over sequences whose pages lie on several devices gives the bits of one device.
+
+The layers of each role run on given inputs, in a step somewhere in long sequences; what these hold are random bytes.
+"""
+
+import dataclasses
+import functools
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from dsv41.cache import ForwardBatch, KVCache, PageOwners, cache_specs, init_cache, local_step
+from dsv41.config import LayerMode, layer_schedule
+from dsv41.layers import Attention, BlockFormats, with_parameters
+from dsv41.models.sharded import param_specs
+from dsv41.ops.token_split import TokenSplit
+from dsv41.sharding import LOCAL, ShardingRules, make_mesh
+from pallas_kernels.fixed_order import compiler_options
+from tests.collective_counts import collectives_by_scope
+from tests.models_for_tests import small_model
+
+SLOTS = 8
+_FULL_2, _REUSE_2, _FULL_1, _REINDEX, _REUSE_1 = LAYERS = (2, 3, 4, 5, 6)
+
+
+@functools.cache
+def _mesh_and_rules(**sizes: int):
+    mesh = make_mesh(sizes, jax.devices()[: int(np.prod(list(sizes.values())))])
+    axes = {axis for axis, size in sizes.items() if size > 1}
+    batch = tuple(axis for axis in ("data", "sequence") if axis in axes)
+    pages = tuple(axis for axis in ("sequence",) if axis in axes)
+    return mesh, ShardingRules(batch=batch, pages=pages, heads=("tensor",) if "tensor" in axes else ())
+
+
+def _attend(rules, params, xs, batch, cache):
+    """Outputs and selections of the attention of some layers, and the cache, of one device's part of a step."""
+    config, table = small_model().config, cache.page_table
+    schedule, dense = layer_schedule(config.text_config), BlockFormats.of(config).dense
+    batch, cache = local_step(batch, cache, rules)
+    tokens, state, found = TokenSplit(*batch.tokens.shape, rules.heads), None, []
+    for n in LAYERS:
+        attention = Attention(config.text_config, schedule, schedule.layers[n], dense, rules)
+        attention = with_parameters(attention, params[n])
+        with jax.named_scope(f"layer_{n}"):
+            y, cache, state = attention(tokens.split(xs[n]), batch, cache, state, None)
+        candidates = jnp.zeros((*state.selected.shape[:2], 0)) if state.candidates is None else state.candidates
+        found.append((tokens.join(y), state.selected, candidates))
+    return found, dataclasses.replace(cache, page_table=table)
+
+
+def _step(mesh, rules):
+    step = functools.partial(_attend, rules)
+    if mesh is not None:
+        config = small_model().config
+        layer_specs, rows = param_specs(config, rules)["layers"], rules.spec("batch")
+        caches = cache_specs(small_model().init_cache(1, 256), rules)
+        in_specs = ({n: layer_specs[n]["attn"] for n in LAYERS}, rows, rows, caches)
+        step = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=(rows, caches), check_vma=False)
+    return step
+
+
+def _inputs(tokens: int, max_tokens: int):
+    """Parameters, inputs of each layer, and rows that start anywhere: at page ends, at odd positions, some empty."""
+    model, rng = small_model(), np.random.default_rng(tokens)
+    config = model.config.text_config
+    params = {n: model.params["layers"][n]["attn"] for n in LAYERS}
+    xs = {n: jnp.asarray(rng.normal(size=(SLOTS, tokens, config.hidden_size)), jnp.bfloat16) for n in LAYERS}
+    last = max_tokens - tokens
+    start = np.array([0, 255, 256 - tokens // 2, 511, last, last - 3, 7, 300]).clip(0, last)
+    num_new = np.array([tokens, tokens, tokens, tokens, tokens, max(tokens - 1, 0), 0, 1])
+    zeros = np.zeros((SLOTS, tokens))
+    batch = ForwardBatch(
+        tokens=zeros.astype(np.int32), num_new=num_new.astype(np.int32), start=start.astype(np.int32),
+        slot=np.arange(SLOTS, dtype=np.int32), image_mask=zeros.astype(bool), engram_values=None, engram_scales=None,
+    )  # fmt: skip
+    return params, xs, batch
+
+
+def _filled(cache: KVCache, seed: int) -> KVCache:
+    """The cache, on the host, where page j of a slot has the same random bytes wherever it lies."""
+    rng, layout = np.random.default_rng(seed), cache.layout
+    table = np.asarray(cache.page_table)
+
+    def fill(array, part, scale_bytes, where):
+        data = rng.integers(0, 256, (where.size, *array.shape[1:])).astype(np.uint8)
+        data = np.where(data & 0x7F == 0x7F, 0, data)  # NaN in a window
+        rows = (where.size, array.shape[1] - part.value_rows, *array.shape[2:])
+        data[:, part.value_rows :] = rng.integers(*scale_bytes, rows)  # finite, and of everyday size
+        full = np.zeros(array.shape, np.uint8)
+        full[where.reshape(-1)] = data
+        return full
+
+    pools = {"main": [], "index": []}
+    for k, ratio in enumerate(layout.ratios):
+        pages = np.asarray(layout.physical_pages(cache.page_table, ratio))
+        assert pages.shape[1] == table.shape[1] * layout.pages_per_logical(ratio)
+        pools["main"].append(fill(cache.main[k], layout.main, (40, 60), pages))
+        pools["index"].append(fill(cache.index[k], layout.index, (120, 124), pages))
+    window = [fill(ring, layout.window, (118, 122), np.arange(SLOTS)) for ring in cache.window]
+    pending = [None if p is None else rng.normal(size=p.shape).astype(np.float32) for p in cache.pending]
+    return dataclasses.replace(
+        cache, main=tuple(pools["main"]), index=tuple(pools["index"]), window=tuple(window), pending=tuple(pending)
+    )
+
+
+def _pages_of_slots(cache: KVCache) -> list[np.ndarray]:
+    """The contents of the pools in the order of slots and positions."""
+    pages = [np.asarray(cache.layout.physical_pages(jnp.asarray(cache.page_table), r)) for r in cache.layout.ratios]
+    return [np.asarray(pool)[p] for pools in (cache.main, cache.index) for pool, p in zip(pools, pages, strict=True)]
+
+
+def _run(tokens: int, max_tokens: int, **sizes: int):
+    params, xs, batch = _inputs(tokens, max_tokens)
+    mesh, rules = _mesh_and_rules(**sizes) if sizes else (None, LOCAL)
+    config = small_model().config.text_config
+    cache = _filled(init_cache(config, num_slots=SLOTS, max_tokens=max_tokens, mesh=mesh, rules=rules), seed=3)
+    if mesh is not None:
+        PageOwners.of(rules, mesh.shape).check(np.asarray(cache.page_table), cache.main[0].shape[0])
+        spread = jax.tree.map(lambda s: NamedSharding(mesh, s), cache_specs(cache, rules))
+        cache = jax.device_put(jax.tree.map(np.asarray, cache), spread)
+    found, after = jax.jit(_step(mesh, rules), compiler_options=compiler_options())(params, xs, batch, cache)
+    return jax.tree.map(np.asarray, found), jax.tree.map(np.asarray, after)
+
+
+_alone = functools.cache(_run)
+
+
+def _assert_equal(tokens: int, max_tokens: int, sizes: dict[str, int]) -> None:
+    expected, cache = _alone(tokens, max_tokens)
+    found, spread_cache = _run(tokens, max_tokens, **sizes)
+    num_new = _inputs(tokens, max_tokens)[2].num_new
+    real = np.arange(tokens) < num_new[:, None]
+    for n, got, wanted in zip(LAYERS, found, expected, strict=True):
+        np.testing.assert_array_equal(got[1], wanted[1], err_msg=f"selected by layer {n}")
+        np.testing.assert_array_equal(got[2], wanted[2], err_msg=f"candidates of layer {n}")
+        y, wanted_y = (x[0].astype(np.float32)[real] for x in (got, wanted))
+        if "tensor" in sizes:
+            # The output projection is summed over devices, in float32 and before one rounding to bfloat16.
+            np.testing.assert_allclose(y, wanted_y, rtol=2**-7, atol=2**-7 * np.abs(wanted_y).max())
+        else:
+            np.testing.assert_array_equal(y, wanted_y, err_msg=f"output of layer {n}")
+        assert np.isfinite(wanted_y).all() and (wanted_y != 0).any()
+    for got, wanted in zip(_pages_of_slots(spread_cache), _pages_of_slots(cache), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    for kind in ("window", "pending"):
+        for got, wanted in zip(getattr(spread_cache, kind), getattr(cache, kind), strict=True):
+            np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("sizes", [{"sequence": 4}, {"data": 2, "sequence": 2, "tensor": 2}], ids=str)
+def test_a_step_of_few_tokens(sizes):
+    """Selected entries are fetched."""
+    _assert_equal(4, 2048, sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"sequence": 4}, {"data": 2, "sequence": 2, "tensor": 2}], ids=str)
+def test_a_step_of_many_tokens(sizes):
+    """Queries select more entries than a row's pages hold: pages are fetched."""
+    _assert_equal(160, 1024, sizes)
+
+
+_MERGE = {"all_to_all": 1}  # of the best that every device found
+_ENTRIES = {"all_gather": 1, "reduce_scatter": 1}  # asked for, and given
+_ROLES = {
+    # Few tokens fetch entries, for each selection; many fetch pages, once for each KV source. A layer that owns KV
+    # gathers its new latents, and one that selects gathers its queries.
+    (4, 2048): {
+        LayerMode.FULL: Counter(all_gather=2) + Counter(_MERGE) + Counter(_ENTRIES),
+        LayerMode.REINDEX: Counter(all_gather=1) + Counter(_MERGE) + Counter(_ENTRIES),
+        LayerMode.REUSE: Counter(),
+    },
+    (160, 1024): {
+        LayerMode.FULL: Counter(all_gather=2, all_to_all=1) + Counter(_MERGE),
+        LayerMode.REINDEX: Counter(all_gather=1) + Counter(_MERGE),
+        LayerMode.REUSE: Counter(),
+    },
+}
+
+
+@pytest.mark.parametrize(("tokens", "max_tokens"), _ROLES)
+def test_collectives_of_each_role(tokens, max_tokens):
+    mesh, rules = _mesh_and_rules(sequence=4)
+    args = (*_inputs(tokens, max_tokens), small_model().init_cache(SLOTS, max_tokens))
+    counts = collectives_by_scope(_step(mesh, rules), *args)
+    assert counts.pop("") == {"all_to_all": 1}  # page tables, once a step
+    schedule = layer_schedule(small_model().config.text_config)
+    for n in LAYERS:
+        mode = schedule.layers[n].mode
+        assert counts.pop(f"layer_{n}", Counter()) == _ROLES[tokens, max_tokens][mode], f"layer {n}"
+    assert counts == {}
