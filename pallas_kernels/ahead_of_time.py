@@ -28,8 +28,8 @@ TAG = "aot"
 
 _TOPOLOGY = re.compile(r"(v4|v5e|v5p|v6e|tpu7x):\d+x\d+(x\d+)?")
 _VMEM = "1"  # memory space in the compiler's records
-_OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|[Rr]an out of memory|exceeded (scoped )?vmem limit", re.IGNORECASE)
-_ENVIRONMENT = {
+OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|[Rr]an out of memory|exceeded (scoped )?vmem limit", re.IGNORECASE)
+ENVIRONMENT = {  # of a process that compiles
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",  # no metadata server is asked which machine this is
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -150,7 +150,7 @@ def compile_spec(op: str, spec: ArgSpec, topology: str) -> Compiled:
         return dataclasses.replace(
             result,
             seconds=time.perf_counter() - start,
-            fits=False if _OUT_OF_MEMORY.search(text) else None,
+            fits=False if OUT_OF_MEMORY.search(text) else None,
             error=f"{type(e).__name__}: {' '.join(text.split())[:600]}",
         )
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
@@ -173,8 +173,8 @@ def _from_json(row: dict[str, Any]) -> Compiled:
     return Compiled(**row | {"kernels": tuple(Kernel(**k) for k in row["kernels"])})
 
 
-def _why_it_ended(returncode: int, log: str) -> str:
-    """The compiler's last words."""
+def why_it_ended(returncode: int, log: str) -> str:
+    """The last words of a process that compiled and did not come to an end."""
     words = [line.strip() for line in log.splitlines() if re.search(r"[Cc]heck failed|^F\d{4} |Error", line)]
     how = f"signal {signal.Signals(-returncode).name}" if returncode < 0 else f"status {returncode}"
     return f"the compiling process ended with {how}" + (f": {words[-1][:400]}" if words else "")
@@ -188,11 +188,11 @@ def compile_specs(op: str, specs: Sequence[str], topology: str) -> list[Compiled
     done: list[Compiled] = []
     while len(done) < len(specs):
         command = [sys.executable, "-m", "pallas_kernels.ahead_of_time", op, topology, *specs[len(done) :]]
-        child = subprocess.run(command, env=os.environ | _ENVIRONMENT, capture_output=True, text=True)
+        child = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
         rows = [line for line in child.stdout.splitlines() if line.startswith("{")]
         done += [_from_json(json.loads(row)) for row in rows]
         if len(done) < len(specs):
-            error = _why_it_ended(child.returncode, child.stderr)
+            error = why_it_ended(child.returncode, child.stderr)
             done.append(Compiled(op=op, spec=specs[len(done)], topology=topology, error=error))
     return done
 
