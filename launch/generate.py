@@ -4,6 +4,7 @@
     python -m launch.generate --checkpoint=DIR --prompt_ids=0,17,42 --temperature=0.6 --seed=1 --json
     python -m launch.generate --checkpoint=DIR --image=photo.jpg --prompt="What is this?"
     python -m launch.generate --checkpoint=DIR --prompt="def main():" --speculate=on
+    python -m launch.generate --checkpoint=DIR --prompt="Once" --mesh=data=2,tensor=4
 
 The text of --prompt is encoded by the checkpoint's tokenizer, and the config's bos_token_id is put before it unless the
 encoding starts with it. --prompt_ids are used exactly as given. Generation ends at a stop id, which stays the last of
@@ -16,11 +17,13 @@ image: prompt_tokens counts the span that it grows into, up to max_image_tokens 
 The text goes to stdout as it is generated, figures go to stderr. With --json, stdout is exactly one JSON object with
 token_ids (the new ones), text (null without a tokenizer), prompt_tokens, finish_reason ("stop" or "length"), timings
 and cache. Every step shape is run once without tokens before the clock starts; that time is compile_s. The time to the
-first token does not contain it.
+first token does not contain it. Of the timings, engram says what Engram rows took: null without Engram.
 
 With --prefill=ced only the last sliding_window tokens of the prompt go through the decoder half, as deployed. Of the
 tokens before them the decoder's compressed KV is exact, but its window KV is missing, so that logits behind a longer
 prompt differ a little. Up to sliding_window tokens it is the same.
+
+--mesh spreads the model over devices, of several processes if they are started so (docs/pods.md). Process 0 prints.
 
 With --speculate=on the timings also say how well that went: acceptance_length is accepted drafts a step and one,
 mean_verified_length the drafts verified a step, tokens_per_forward what came of it behind the first token. The first
@@ -37,9 +40,12 @@ from dsv41.config import DSV41Error, ModelConfig
 from dsv41.engine import PREFILL_CHUNK, GenerationResult, check_prompts, generate
 from dsv41.engine.engine_options import CED, FULL, check_prefill
 from dsv41.images import expand_images
+from dsv41.sharding.processes import is_first_process
 from launch.cli import new_flags, run
+from launch.engram import EngramFlags, engram_report
 from launch.images import ImageFlags
 from launch.load_model import ModelFlags, progress_bar
+from launch.mesh_flags import MeshFlags
 from launch.sampling import SamplingFlags, StopFlags, parse_ids
 from launch.serving import PREFILL_HELP
 from launch.speculation import SpeculationFlags
@@ -58,6 +64,8 @@ _PREFILL_CHUNK = flags.DEFINE_integer(
 )
 _IMAGES = ImageFlags(FLAGS, "Each goes to the next image token of the prompt, or all before the text.")
 _SPECULATION = SpeculationFlags(FLAGS)
+_ENGRAM = EngramFlags(FLAGS)
+_MESH = MeshFlags(FLAGS)
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object instead of text.", flag_values=FLAGS)
 
 
@@ -89,6 +97,7 @@ def report(result: GenerationResult, text: str | None, load_s: float) -> dict[st
             "acceptance_length": rounds and rounds.acceptance_length,
             "mean_verified_length": rounds and rounds.mean_verified,
             "tokens_per_forward": rounds.tokens_per_forward if rounds else plain,
+            "engram": engram_report(result.engram),
         },
         "cache": {"kv_bytes_per_token": result.kv_bytes_per_token, "window_bytes": result.window_bytes},
     }
@@ -113,6 +122,7 @@ def _figures(result: GenerationResult, load_s: float) -> str:
 
 
 def main() -> None:
+    _MESH.start()
     config = _MODEL.config()
     sampling, stop = _SAMPLING.read(), _STOP.read(config)
     check_prefill(_PREFILL.value, config, _PREFILL_CHUNK.value)
@@ -120,7 +130,8 @@ def main() -> None:
     ids = {"image_token_id": config.image_token_id, "bos_token_id": config.bos_token_id}
     prompt = expand_images(_prompt(config), images, **ids)
     check_prompts(config, [prompt], _MAX_NEW_TOKENS.value)
-    model, load_s = _MODEL.load(vision=_IMAGES.given, drafter=speculation is not None)
+    model, load_s = _MODEL.load(vision=_IMAGES.given, drafter=speculation is not None, mesh=_MESH)
+    model = _ENGRAM.place(model)
     printer = TextPrinter(model.tokenizer, stop)
     with progress_bar(FLAGS.verbose) as bar:
         task = bar.add_task("prefill", total=len(prompt))
@@ -140,6 +151,7 @@ def main() -> None:
             prefill=_PREFILL.value,
             images=[images],
             speculate=speculation,
+            engram=_ENGRAM.mode,
             on_token=None if _JSON.value else lambda _, token: printer.push(token),
             on_prefill=on_prefill,
         )
@@ -148,7 +160,8 @@ def main() -> None:
         print(json.dumps(report(result, text, load_s)))
     else:
         printer.finish()
-        print(_figures(result, load_s), file=sys.stderr)
+        if is_first_process():
+            print(_figures(result, load_s), file=sys.stderr)
 
 
 def cli() -> int:

@@ -16,7 +16,9 @@ from dsv41.checkpoint.token_map import load_tokenizer
 from dsv41.config import DSV41Error, ModelConfig, load_config, with_overrides
 from dsv41.data import TINY_MODEL
 from dsv41.models import Model
+from dsv41.sharding.processes import is_first_process
 from launch.cli import overrides
+from launch.mesh_flags import MeshFlags
 from pallas_kernels.dispatch import kernels
 
 
@@ -86,10 +88,16 @@ class ModelFlags:
         """
         return load_tokenizer(self.checkpoint)
 
-    def load(self, *, vision: bool = False, drafter: bool = False) -> tuple[Model, float]:
-        """The model, with its vision tower and its drafter or without, and the seconds that loading took."""
+    def load(
+        self, *, vision: bool = False, drafter: bool = False, mesh: MeshFlags | None = None
+    ) -> tuple[Model, float]:
+        """The model, with its vision tower and its drafter or without, and the seconds that loading took.
+
+        With `mesh` it is spread as those flags say.
+        """
         started = time.perf_counter()
         self.start_device()
+        spread = {} if mesh is None else {"mesh": mesh.mesh(), "rules": mesh.rules(self.config())}
         with progress_bar(self._values.verbose, in_bytes=True) as bar:
             task = bar.add_task("loading", total=None)
             model = dsv41.load(
@@ -98,6 +106,7 @@ class ModelFlags:
                 vision=vision,
                 drafter=drafter,
                 progress=lambda done, total, _: bar.update(task, completed=done, total=total),
+                **spread,
             )
         return model, time.perf_counter() - started
 
@@ -131,7 +140,7 @@ class ModelFlags:
 
 
 def progress_bar(verbose: bool, *, in_bytes: bool = False) -> Progress:
-    """A bar on stderr that vanishes when it is done; shown on a terminal, or always if `verbose`."""
+    """A bar on stderr that vanishes when it is done; shown on a terminal, or always if `verbose`, by process 0."""
     amount = DownloadColumn(binary_units=True) if in_bytes else MofNCompleteColumn()
     return Progress(
         TextColumn("{task.description}"),
@@ -139,6 +148,6 @@ def progress_bar(verbose: bool, *, in_bytes: bool = False) -> Progress:
         amount,
         TimeRemainingColumn(),
         console=Console(stderr=True),
-        disable=not (verbose or sys.stderr.isatty()),
+        disable=not (is_first_process() and (verbose or sys.stderr.isatty())),
         transient=not verbose,
     )

@@ -13,11 +13,15 @@ With --image, the tokens are one row in which every image has its whole span of 
 the flags: start, rows of patches each with a newline, end; a span of another length than the image's grid needs is
 refused. Image tokens without --image are refused too.
 
+--mesh spreads the model over devices, of several processes if they are started so (docs/pods.md). Process 0 writes the
+file and prints.
+
 How the tokens are cut into steps (--chunk, --decode_from) changes speed and memory, not what is computed. With --json,
 stdout is exactly one JSON object with perplexity and mean_logprob (null if T is 1), predictions, out, array, shape and
 timings; score_s contains compiling.
 """
 
+import contextlib
 import json
 import math
 import sys
@@ -31,9 +35,11 @@ from dsv41.config import DSV41Error, ModelConfig
 from dsv41.evals import CHUNK, ArrayFileWriter, check_target, check_tokens, read_tokens, score_tokens
 from dsv41.images import PreparedImage
 from dsv41.models import Model, check_images
+from dsv41.sharding.processes import is_first_process
 from launch.cli import new_flags, run
 from launch.images import ImageFlags
 from launch.load_model import ModelFlags, progress_bar
+from launch.mesh_flags import MeshFlags
 
 FLAGS = new_flags()
 _MODEL = ModelFlags(FLAGS)
@@ -49,6 +55,7 @@ _LOGPROBS_ONLY = flags.DEFINE_bool(
     "logprobs_only", False, "Write log-probabilities of the tokens instead of logits.", flag_values=FLAGS
 )
 _IMAGES = ImageFlags(FLAGS, "Its span of image tokens lies in the one row of --tokens.")
+_MESH = MeshFlags(FLAGS)
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object instead of text.", flag_values=FLAGS)
 
 
@@ -70,10 +77,13 @@ def _score_to_file(
         with_logits=not _LOGPROBS_ONLY.value,
         images=images,
     )
-    with ArrayFileWriter(_OUT.value, name, shape) as file, progress_bar(FLAGS.verbose) as bar:
+    # Every process goes through all pieces, one writes them.
+    writer = ArrayFileWriter(_OUT.value, name, shape) if is_first_process() else contextlib.nullcontext()
+    with writer as file, progress_bar(FLAGS.verbose) as bar:
         task = bar.add_task("tokens", total=tokens.size)
         for piece in pieces:
-            file.write(piece.row, piece.position, piece.logprobs if piece.logits is None else piece.logits)
+            if file is not None:
+                file.write(piece.row, piece.position, piece.logprobs if piece.logits is None else piece.logits)
             total += float(piece.logprobs.sum(dtype=np.float64))
             bar.update(task, advance=piece.tokens)
     return name, shape, total / (rows * (length - 1)) if length > 1 else None
@@ -94,7 +104,8 @@ def _print(report: dict[str, Any]) -> None:
     if report["predictions"]:
         print(f"perplexity {report['perplexity']:.6g} (mean log-probability {report['mean_logprob']:.6f}, "
               f"{report['predictions']:,} predictions)")  # fmt: skip
-    print(f"{report['out']}: {report['array']} {report['shape']}", file=sys.stderr)
+    if is_first_process():
+        print(f"{report['out']}: {report['array']} {report['shape']}", file=sys.stderr)
 
 
 def _images(config: ModelConfig, tokens: np.ndarray) -> list[list[PreparedImage]]:
@@ -108,17 +119,19 @@ def _images(config: ModelConfig, tokens: np.ndarray) -> list[list[PreparedImage]
 
 
 def main() -> None:
+    _MESH.start()
     for name in ("tokens", "out"):
         if FLAGS[name].value is None:
             raise DSV41Error(f"--{name}=FILE.safetensors is required")
-    check_target(_OUT.value)
+    if is_first_process():
+        check_target(_OUT.value)
     tokens = read_tokens(_TOKENS.value)
     config = _MODEL.config()
     check_tokens(config, tokens, chunk=_CHUNK.value, decode_from=_DECODE_FROM.value)
     if _LOGPROBS_ONLY.value and tokens.shape[1] < 2:
         raise DSV41Error(f"{_TOKENS.value}: --logprobs_only needs two tokens a row or more, got 1")
     images = _images(config, tokens)
-    model, load_s = _MODEL.load(vision=_IMAGES.given)
+    model, load_s = _MODEL.load(vision=_IMAGES.given, mesh=_MESH)
     started = time.perf_counter()
     name, shape, mean = _score_to_file(model, tokens, images)
     report = {

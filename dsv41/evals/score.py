@@ -15,6 +15,7 @@ from dsv41.config import DSV41Error, ModelConfig
 from dsv41.engine import init_run_cache, step_batch
 from dsv41.images import PreparedImage
 from dsv41.models import Model, batch_bucket, token_bucket
+from dsv41.sharding import fetch
 
 CHUNK = 512
 # Logits of one step on the device, float32; rows are scored in groups that stay within it. One row may exceed it.
@@ -149,7 +150,7 @@ def score_tokens(
     length, vocab = tokens.shape[1], model.config.text_config.vocab_size
     steps = _steps(length, chunk, decode_from)
     widest = token_bucket(max(end - begin for begin, end in steps))
-    group = rows_at_once(len(tokens), widest, vocab)
+    group = model.batch_rows(rows_at_once(len(tokens), widest, vocab))
     for row in range(0, len(tokens), group):
         rows = tokens[row : row + group]
         embeds = {i: model.embed_images(r, images[row + i]) for i, r in enumerate(rows) if images[row + i]}
@@ -161,6 +162,6 @@ def score_tokens(
             targets = np.zeros(shape, np.int32)
             following = rows[:, begin + 1 : end + 1]
             targets[: len(rows), : following.shape[1]] = following
-            logprobs = np.asarray(_logprobs(logits, targets))[: len(rows), : following.shape[1]]
-            values = np.asarray(logits)[: len(rows), : end - begin] if with_logits else None
+            logprobs = fetch(_logprobs(logits, targets))[: len(rows), : following.shape[1]]
+            values = fetch(logits)[: len(rows), : end - begin] if with_logits else None
             yield Piece(row=row, position=begin, tokens=len(rows) * (end - begin), logits=values, logprobs=logprobs)
