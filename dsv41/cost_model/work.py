@@ -79,7 +79,7 @@ def step_work(config: ModelConfig, sizes: StepSizes, step: Step) -> Work:
     schedule, tail = layer_schedule(c), sizes.tail(config)
     encoder = Tokens.of(sizes.rows, sizes.new_tokens(config), mesh, rules)
     decoder = encoder if tail is None else Tokens.of(sizes.rows, tail, mesh, rules)
-    heads = c.num_attention_heads / math.prod(mesh[a] for a in rules.heads)
+    sharing = math.prod(mesh[a] for a in rules.heads)
     flops: Counter[str] = Counter()
     moved: Counter[str] = Counter()
     for path, shape in local_shapes(step.params):
@@ -97,7 +97,7 @@ def step_work(config: ModelConfig, sizes: StepSizes, step: Step) -> Work:
         flops[kind] += 2 * weights * _rows_of(kind, c, tokens, sizes, step, shape.dims[0])
     for spec in schedule.layers:
         tokens = decoder if spec.in_decoder else encoder
-        _attention(c, spec, sizes.context, tokens, heads, flops, moved)
+        _attention(c, spec, sizes.context, tokens, sharing, flops, moved)
         moved["residual streams"] += 2 * tokens.own * (2 * c.hc_mult + 2) * c.hidden_size * 2
     return Work(flops=dict(flops.most_common()), bytes=dict(moved.most_common()))
 
@@ -127,14 +127,15 @@ def _rows_of(kind: str, c: TextConfig, tokens: Tokens, sizes: StepSizes, step: S
 
 
 def _attention(
-    c: TextConfig, spec: LayerSpec, context: int, tokens: Tokens, heads: float, flops: Counter, moved: Counter
+    c: TextConfig, spec: LayerSpec, context: int, tokens: Tokens, sharing: int, flops: Counter, moved: Counter
 ) -> None:
-    """Adds what a layer does with cached entries, which is no product with a weight; `heads` are the device's own.
+    """Adds what a layer does with cached entries, which is no product with a weight; `sharing` devices have the rows.
 
     Queries of one row may share what they read, so no more counts than all that the row has. Pages spread over devices
     change nothing: a device then scores its part of the entries of several rows.
     """
     selected = c.index_topk if spec.is_compressed else 0
+    heads = c.num_attention_heads / sharing
     flops["attention scores"] += 4 * tokens.joined * heads * c.head_dim * (c.sliding_window + selected)
     moved["window KV"] += tokens.rows * WindowLayout(c.head_dim, c.sliding_window).slot_bytes
     if spec.is_compressed:
@@ -143,6 +144,12 @@ def _attention(
     if spec.selects:
         every = context // spec.ratio
         scored = min(every, c.candidate_topk_blocks * c.candidate_block_size) if spec.reads_candidates else every
-        flops["index scores"] += 2 * tokens.joined * scored * c.index_n_heads * c.index_head_dim
+        # Devices that share rows share their queries too (`QuerySplit`).
+        rows, of_row = tokens.rows, tokens.of_row
+        if rows % sharing == 0:
+            rows /= sharing
+        elif of_row % sharing == 0:
+            of_row //= sharing
+        flops["index scores"] += 2 * rows * of_row * scored * c.index_n_heads * c.index_head_dim
         key = c.index_head_dim // 2 + c.index_head_dim // MXFP4_GROUP
-        moved["index keys"] += tokens.rows * min(tokens.of_row * scored, every) * key
+        moved["index keys"] += rows * min(of_row * scored, every) * key

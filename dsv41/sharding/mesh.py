@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from dsv41.config import DSV41Error
@@ -45,5 +46,8 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = N
         named = ",".join(f"{axis}={size}" for axis, size in zip(AXES, shape, strict=True))
         raise DSV41Error(f"mesh {named}: needs {math.prod(shape)} devices, there are {len(devices)}")
     if all(device.platform == "tpu" for device in devices):
-        return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
-    return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        # An axis of 8 may take half of two physical axes of a 4x4x4 slice.
+        placed = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    else:
+        placed = np.array(devices).reshape(shape)
+    return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
