@@ -119,17 +119,15 @@ class Backbone(nnx.Module):
                     aux[f"candidates.{n}"] = state.candidates
         return residual, cache, state, aux
 
-    def normed(self, residual: Residual) -> jax.Array:
-        """The complete residual behind the last block -> the head's input bfloat16 [B, T, D]."""
-        return self.norm(mhc.collapse(residual.streams, residual.pre))
-
-    def logits(self, x: jax.Array) -> jax.Array:
-        """The head's input bfloat16 [B, T, D], not split -> float32 [B, T, V]."""
-        return head_logits(x, self.head.weight[...], self.rules)
-
-    def finish(self, residual: Residual) -> jax.Array:
-        """The complete residual behind the last block -> logits float32 [B, T, V]."""
-        return self.logits(self.normed(residual))
+    @jax.named_scope("head")
+    def finish(self, residual: Residual, batch: ForwardBatch, logits: str) -> jax.Array:
+        """The residual behind the last block -> float32 [B, 1, V] of each row's last token ("last") or [B, T, V]."""
+        tokens = self.tokens(batch)
+        if logits == "last":
+            residual = jax.tree.map(lambda x: tokens.take(x, jnp.maximum(batch.num_new - 1, 0), 1), residual)
+        residual = residual.complete()
+        x = self.norm(mhc.collapse(residual.streams, residual.pre))
+        return head_logits(x if logits == "last" else tokens.join(x), self.head.weight[...], self.rules)
 
 
 def abstract_params(config: ModelConfig) -> Params:
@@ -188,7 +186,7 @@ def forward(
     middle = end if tail is None else layer_schedule(config.text_config).decoder_start
     page_table = cache.page_table
     batch, cache = local_step(batch, cache, rules)
-    has_pages = _has_pages(batch, cache)
+    known = has_pages(batch, cache)
     residual, cache, _, aux = model.run(model.start(batch), batch, cache, None, range(middle), forced, capture)
     if tail is not None:
         residual = residual.complete()
@@ -203,15 +201,7 @@ def forward(
     if "taps" in capture:
         taps = [aux.pop(f"tap.{i}") for i in range(len(config.text_config.dspark_target_layer_ids))]
         aux["main_hidden"] = jnp.concatenate(taps, axis=-1)
-    tokens = model.tokens(batch)
-    with jax.named_scope("head"):
-        if logits == "last":
-            residual = jax.tree.map(lambda x: tokens.take(x, jnp.maximum(batch.num_new - 1, 0), 1), residual)
-            x = model.normed(residual.complete())
-        else:
-            x = tokens.join(model.normed(residual.complete()))
-        out = model.logits(x)
-    out = jnp.where(has_pages[:, None, None], out, jnp.nan)
+    out = jnp.where(known[:, None, None], model.finish(residual, batch, logits), jnp.nan)
     return out, dataclasses.replace(cache, page_table=page_table), aux
 
 
@@ -226,7 +216,7 @@ def _check_static(config: ModelConfig, logits: str, capture: tuple[str, ...], ta
         raise ValueError(f"tail: {problem}")
 
 
-def _has_pages(batch: ForwardBatch, cache: KVCache) -> jax.Array:
+def has_pages(batch: ForwardBatch, cache: KVCache) -> jax.Array:
     """bool [B]: whether pages are assigned for every token up to the row's last new one."""
     table = cache.page_table[batch.slot]
     needed = jnp.arange(table.shape[1]) * cache.layout.page_tokens < (batch.start + batch.num_new)[:, None]

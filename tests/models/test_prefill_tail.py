@@ -130,7 +130,7 @@ def test_golden_replay_from_the_encoder_output():
         begin, tail = batch.num_new - batch.tail, batch.tail_batch(WINDOW)
         residual = jax.tree.map(lambda x: take_rows(x, begin, WINDOW), residual)
         residual, *_ = backbone.run(residual, tail, cache, None, range(6, 12), ForcedChoices(), ())
-        return backbone.finish(residual.complete())
+        return backbone.finish(residual, tail, "all")
 
     def padded(x):
         return jnp.pad(jnp.asarray(x), [(0, 0), (0, batch.tokens.shape[1] - PROMPT)] + [(0, 0)] * (x.ndim - 2))

@@ -20,7 +20,10 @@ from dsv41.models.sharded import param_specs
 from dsv41.ops.token_split import TokenSplit
 from dsv41.sharding import LOCAL, ShardingRules, make_mesh
 from pallas_kernels.fixed_order import compiler_options
+from pallas_kernels.indexer.ops import index_scores
+from pallas_kernels.quantize import ops as quantize
 from tests.collective_counts import collectives_by_scope
+from tests.models.filled_cache import filled
 from tests.models_for_tests import small_model
 
 SLOTS = 8
@@ -80,33 +83,6 @@ def _inputs(tokens: int, max_tokens: int):
     return params, xs, batch
 
 
-def _filled(cache: KVCache, seed: int) -> KVCache:
-    """The cache, on the host, where page j of a slot has the same random bytes wherever it lies."""
-    rng, layout = np.random.default_rng(seed), cache.layout
-    table = np.asarray(cache.page_table)
-
-    def fill(array, part, scale_bytes, where):
-        data = rng.integers(0, 256, (where.size, *array.shape[1:])).astype(np.uint8)
-        data = np.where(data & 0x7F == 0x7F, 0, data)  # NaN in a window
-        rows = (where.size, array.shape[1] - part.value_rows, *array.shape[2:])
-        data[:, part.value_rows :] = rng.integers(*scale_bytes, rows)  # finite, and of everyday size
-        full = np.zeros(array.shape, np.uint8)
-        full[where.reshape(-1)] = data
-        return full
-
-    pools = {"main": [], "index": []}
-    for k, ratio in enumerate(layout.ratios):
-        pages = np.asarray(layout.physical_pages(cache.page_table, ratio))
-        assert pages.shape[1] == table.shape[1] * layout.pages_per_logical(ratio)
-        pools["main"].append(fill(cache.main[k], layout.main, (40, 60), pages))
-        pools["index"].append(fill(cache.index[k], layout.index, (120, 124), pages))
-    window = [fill(ring, layout.window, (118, 122), np.arange(SLOTS)) for ring in cache.window]
-    pending = [None if p is None else rng.normal(size=p.shape).astype(np.float32) for p in cache.pending]
-    return dataclasses.replace(
-        cache, main=tuple(pools["main"]), index=tuple(pools["index"]), window=tuple(window), pending=tuple(pending)
-    )
-
-
 def _pages_of_slots(cache: KVCache) -> list[np.ndarray]:
     """The contents of the pools in the order of slots and positions."""
     pages = [np.asarray(cache.layout.physical_pages(jnp.asarray(cache.page_table), r)) for r in cache.layout.ratios]
@@ -117,7 +93,7 @@ def _run(tokens: int, max_tokens: int, **sizes: int):
     params, xs, batch = _inputs(tokens, max_tokens)
     mesh, rules = _mesh_and_rules(**sizes) if sizes else (None, LOCAL)
     config = small_model().config.text_config
-    cache = _filled(init_cache(config, num_slots=SLOTS, max_tokens=max_tokens, mesh=mesh, rules=rules), seed=3)
+    cache = filled(init_cache(config, num_slots=SLOTS, max_tokens=max_tokens, mesh=mesh, rules=rules), seed=3)
     if mesh is not None:
         PageOwners.of(rules, mesh.shape).check(np.asarray(cache.page_table), cache.main[0].shape[0])
         spread = jax.tree.map(lambda s: NamedSharding(mesh, s), cache_specs(cache, rules))
@@ -151,10 +127,48 @@ def _assert_equal(tokens: int, max_tokens: int, sizes: dict[str, int]) -> None:
             np.testing.assert_array_equal(got, wanted)
 
 
-@pytest.mark.parametrize("sizes", [{"sequence": 4}, {"data": 2, "sequence": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"sequence": 4}, pytest.param({"data": 2, "sequence": 2, "tensor": 2}, marks=pytest.mark.slow)], ids=str
+)
 def test_a_step_of_few_tokens(sizes):
     """Selected entries are fetched."""
     _assert_equal(4, 2048, sizes)
+
+
+def _scores(n: int, tokens: int, max_tokens: int) -> np.ndarray:
+    """float32 [B, T, S]: what layer `n` scores every entry with, on one device."""
+    params, xs, batch = _inputs(tokens, max_tokens)
+    cache, config = _alone(tokens, max_tokens)[1], small_model().config
+    schedule = layer_schedule(config.text_config)
+    spec = schedule.layers[n]
+    attention = Attention(config.text_config, schedule, spec, BlockFormats.of(config).dense)
+    attention = with_parameters(attention, params[n])
+    rope = cache.rope[1][np.clip(batch.positions(), 0, max_tokens - 1)]
+    query = attention.indexer.query(xs[n], attention.queries(xs[n], rope)[0], rope)
+    pages = cache.layout.physical_pages(jnp.asarray(cache.page_table), spec.ratio)
+    keys = quantize.dequantize_mxfp4(*cache.layout.index.read_pages(cache.index[attention.kv_index], pages))
+    q = quantize.dequantize_mxfp4(query.values, query.scales)
+    return np.asarray(index_scores(q, query.weights, keys.reshape(SLOTS, -1, keys.shape[-1])))
+
+
+@pytest.mark.slow
+def test_selection_by_blocks(monkeypatch):
+    """The form that kernels take; it may choose any of equal scores."""
+    tokens, max_tokens = 4, 2048
+    monkeypatch.setattr("dsv41.layers.indexer.indexer.runs_kernel", lambda *args, **sizes: True)
+    found, _ = _run(tokens, max_tokens, sequence=4)
+    expected, _ = _alone(tokens, max_tokens)
+    for n, got, wanted in zip(LAYERS, found, expected, strict=True):
+        if n in (_REUSE_2, _REUSE_1):
+            continue
+        np.testing.assert_array_equal(got[2], wanted[2], err_msg=f"candidates of layer {n}")
+        scores = _scores(n, tokens, max_tokens)
+        for row in np.ndindex(*got[1].shape[:2]):
+            ids, wanted_ids = got[1][row], wanted[1][row]
+            used = ids[ids >= 0]
+            assert len(set(used)) == len(used) == (wanted_ids >= 0).sum()
+            wanted_scores = scores[row][wanted_ids[wanted_ids >= 0]]
+            np.testing.assert_array_equal(np.sort(scores[row][used])[::-1], wanted_scores, err_msg=f"layer {n}, {row}")
 
 
 @pytest.mark.slow
@@ -193,3 +207,33 @@ def test_collectives_of_each_role(tokens, max_tokens):
         mode = schedule.layers[n].mode
         assert counts.pop(f"layer_{n}", Counter()) == _ROLES[tokens, max_tokens][mode], f"layer {n}"
     assert counts == {}
+
+
+@pytest.mark.slow
+def test_a_prompt_with_a_tail_and_tokens_behind_it():
+    """The whole model: chunks through the encoder, a tail through the decoder, then decoding; 4 devices, 7 pages each
+    at most."""
+    mesh, rules = _mesh_and_rules(sequence=4)
+    results = []
+    for model in (small_model(), dataclasses.replace(small_model(), mesh=mesh, rules=rules)):
+        rng = np.random.default_rng(0)
+        rows = [rng.integers(3, 500, 700 + 130 * i) for i in range(4)]
+        cache, outputs = model.init_cache(4, 2048), []
+        for first in range(0, 1100, 256):
+            new = [r[first : first + 256] for r in rows]
+            live = [i for i, part in enumerate(new) if len(part)]
+            batch = model.make_batch([new[i] if i in live else [3] for i in range(4)], [r[:first] for r in rows])
+            num_new = np.array([len(part) for part in new], np.int32)
+            last = np.array([first + 256 >= len(r) > first for r in rows])
+            tail = np.where(last, np.minimum(num_new, 16), 0).astype(np.int32)
+            batch = dataclasses.replace(batch, num_new=num_new, tail=tail)
+            logits, cache, _ = model.forward(batch, cache, tail=16)
+            outputs.append(np.asarray(logits)[last])
+        for i in range(2):
+            batch = model.make_batch([[7 + i]] * 4, [np.concatenate([r, [7] * i]) for r in rows])
+            logits, cache, _ = model.forward(batch, cache)
+            outputs.append(np.asarray(logits))
+        results.append(outputs)
+    for got, wanted in zip(*results, strict=True):
+        assert np.isfinite(wanted).all()
+        np.testing.assert_array_equal(got, wanted)
