@@ -16,27 +16,34 @@ LIMIT = 10.0
 def arguments(
     key: jax.Array, experts: int, blocks: int, rows: int, d: int, f: int, used: int | None = None, packed: bool = True
 ) -> dict:
-    """Random arrays with outputs of order one: `used` blocks (None: all) spread evenly over the experts."""
-    keys = iter(jax.random.split(key, 9))
+    """Random arrays with outputs of order one: `used` blocks (None: all) spread evenly over the experts.
+
+    The three matrices hold the same random numbers in different places: drawing them is most of a test's time.
+    """
+    x_key, weight_key, value_key, scale_key = jax.random.split(key, 4)
     used = blocks if used is None else used
-
-    def matrix(out: int, width: int):
-        if not packed:
-            return (jax.random.normal(next(keys), (experts, out, width)) * width**-0.5).astype(jnp.bfloat16), None
-        # E2M1 codes have a root mean square of about 3.
-        exponent = 127 - round(math.log2(3 * width**0.5))
-        scales = jax.random.randint(next(keys), (experts, out, width // 32), exponent - 1, exponent + 2)
-        return jax.random.bits(next(keys), (experts, out, width // 2), jnp.uint8), scales.astype(jnp.uint8)
-
-    x = jax.random.normal(next(keys), (blocks, rows, d), jnp.bfloat16)
+    x = jax.random.normal(x_key, (blocks, rows, d), jnp.bfloat16)
     number = jnp.arange(blocks, dtype=jnp.int32)
+    if packed:
+        # E2M1 codes have a root mean square of about 3.
+        first = 126 - round(math.log2(3 * d**0.5))
+        values = jax.random.bits(value_key, (experts, f, d // 2), jnp.uint8)
+        scales = first + jax.random.bits(scale_key, (experts, f, d // 32), jnp.uint8) % 3
+        x = dequantize_fp8(*quantize_fp8(x))
+    else:
+        values = (jax.random.normal(value_key, (experts, f, d)) * d**-0.5).astype(jnp.bfloat16)
+        scales = None
+
+    def matrix(change):
+        return change(values), None if scales is None else change(scales)
+
     return {
-        "x": dequantize_fp8(*quantize_fp8(x)),
-        "row_weight": jax.random.uniform(next(keys), (blocks, rows)),
+        "x": x,
+        "row_weight": jax.random.uniform(weight_key, (blocks, rows)),
         "block_expert": jnp.where(number < used, number * experts // max(used, 1), experts),
-        "w1": matrix(f, d),
-        "w3": matrix(f, d),
-        "w2": matrix(d, f),
+        "w1": matrix(lambda w: w),
+        "w3": matrix(lambda w: w[:, ::-1]),
+        "w2": matrix(lambda w: w.reshape(experts, d, -1)),
     }
 
 

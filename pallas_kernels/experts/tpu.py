@@ -27,6 +27,7 @@ _ROWS = 8
 # Leaves the compiler room in the 64 MiB of the smallest VMEM.
 _VMEM_LIMIT = 48 << 20
 _VMEM_PLANNED = 40 << 20
+_MOST_ROWS = 1536  # of the weights a step
 _NOT, _USED, _FRESH = 0, 1, 2  # what a block is: nobody's, of the expert before it, of another one
 
 
@@ -53,13 +54,13 @@ class _Plan(NamedTuple):
         return self.width // 2
 
     @property
-    def scales_shape(self) -> tuple[int, int, int]:
-        return tiles.scales_shape(self.tile, self.row_bytes, self.form)
+    def scales_shape(self) -> tuple[int, int]:
+        return tiles.scales_shape(self.tile, self.row_bytes)
 
     @property
     def vmem_bytes(self) -> int:
         """Blocks and matrices twice, scratch, and the products in float32."""
-        stored = self.matrices * self.tile * (self.row_bytes + self.scales_shape[2])
+        stored = self.matrices * self.tile * (self.row_bytes + self.scales_shape[1])
         blocks = self.rows * (self.width * 2 + self.tile * 2 * self.matrices + LANES * 4)
         weights = self.matrices * self.tile * self.width * 2
         products = self.rows * self.tile * self.matrices * 4 * 4 + self.rows * self.width * 8
@@ -67,12 +68,12 @@ class _Plan(NamedTuple):
 
 
 def _plan(rows: int, matrices: int, out: int, width: int) -> _Plan:
-    """The largest tile that fits, of at most 1,280 rows in all matrices or so."""
+    """The largest tile that fits, of at most `_MOST_ROWS` rows of all matrices together."""
     kind = tpu_device_kind()
     form = "pairs" if kind is not None and any(name in kind for name in ("v6", "TPU7", "7x")) else "float32"
     plans = [
         _Plan(rows, matrices, out, width, tile, form)
-        for tile in range(PAIRS, 1536 // matrices + 1, PAIRS)
+        for tile in range(PAIRS, max(PAIRS, _MOST_ROWS // matrices) + 1, PAIRS)
         if out % tile == 0
     ]
     fitting = [plan for plan in plans if plan.vmem_bytes <= _VMEM_PLANNED]
@@ -113,7 +114,7 @@ def _product(x: jax.Array, words: jax.Array) -> jax.Array:
     """bfloat16 [rows, n] times words of two bfloat16 rows [out / 2, n] -> float32 [rows, out], rounded to bfloat16."""
     weights = pltpu.bitcast(words, jnp.bfloat16)
     y = jax.lax.dot_general(x, weights, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    return round_to_bf16_value(y)
+    return round_to_bf16_value(y * tiles.UNIT)
 
 
 def _inner_kernel(

@@ -21,11 +21,11 @@ _HIGH = -65536  # the upper half of a word
 _SIGNS = -(2**31) | 2**15  # of two bfloat16
 _NAN = 0x7FC00000
 _INFINITY = 0x7F800000
+UNIT = 2.0**63  # what dequantised weights are too small by
 _LARGEST_SCALE = 192  # 2^65; what is above counts as NaN
 
 # How codes become bfloat16: in float32, or two bfloat16 in a word where the vector unit calculates with those.
 FORMS = ("float32", "pairs")
-_SCALE_WORDS = {"float32": 1, "pairs": 2}
 
 
 def split_matrix() -> jax.Array:
@@ -44,30 +44,21 @@ def reordered(x: jax.Array, matrix: jax.Array) -> jax.Array:
     return jnp.concatenate([moved[i * rows : (i + 1) * rows] for i in range(len(pieces))], axis=1).astype(jnp.bfloat16)
 
 
-def scales_shape(out: int, num_bytes: int, form: str) -> tuple[int, int, int]:
-    """Of the scratch of `dequantize`: [words of a scale, out / 2, groups filled up to whole registers]."""
-    return _SCALE_WORDS[form], out // 2, -(-num_bytes // GROUP_BYTES // LANES) * LANES
+def scales_shape(out: int, num_bytes: int) -> tuple[int, int]:
+    """Of the scratch of `dequantize`: [out / 2, groups filled up to whole registers]."""
+    return out // 2, -(-num_bytes // GROUP_BYTES // LANES) * LANES
 
 
-def _scale_words(code: jax.Array, form: str) -> list[jax.Array]:
-    """E8M0 codes, int32 [2r, groups] -> words of two bfloat16, int32 [r, groups], in the form that `_decode` takes."""
-    if form == "pairs":
-        exponents = (jnp.where(code < 2, 0, code), jnp.maximum(code - 1, 0))  # the scale and half of it
-    else:
-        exponents = (code + 62,)
-    values = [as_f32(jnp.where(code > _LARGEST_SCALE, _NAN, e << 23)) for e in exponents]
-    return [pltpu.bitcast(v.astype(jnp.bfloat16), jnp.int32) for v in values]
-
-
-def _spread_rows(codes_ref, join_ref, scales, form: str) -> None:
-    """Scale codes, ref uint8 [groups, out] -> `scales`: `_scale_words` of pairs of rows as `dequantize` meets them."""
+def _spread_rows(codes_ref, join_ref, scales) -> None:
+    """Scale codes, ref uint8 [groups, out] -> `scales`: times 2^62, pairs of rows as `dequantize` meets them."""
     groups = codes_ref.shape[0]
     for i in range(codes_ref.shape[1] // PAIRS):
         codes = codes_ref[:, i * PAIRS : (i + 1) * PAIRS].astype(jnp.int32).astype(jnp.float32).astype(jnp.bfloat16)
         # [place, row] times codes [groups, row]: a transposition as well. Codes are exact in bfloat16.
         moved = jax.lax.dot_general(join_ref[...], codes, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-        for kind, words in enumerate(_scale_words(moved.astype(jnp.int32), form)):
-            scales[kind, i * LANES : (i + 1) * LANES, :groups] = words
+        code = moved.astype(jnp.int32)
+        values = as_f32(jnp.where(code > _LARGEST_SCALE, _NAN, (code + 62) << 23)).astype(jnp.bfloat16)
+        scales[i * LANES : (i + 1) * LANES, :groups] = pltpu.bitcast(values, jnp.int32)
 
 
 def _with_exponents(words: jax.Array) -> jax.Array:
@@ -80,32 +71,26 @@ def _with_exponents(words: jax.Array) -> jax.Array:
     return (words & 0x77777777) + (two_up & ones) + ((words | two_up) & ones)
 
 
-def _decode_float32(words: jax.Array, exponents: jax.Array, scale: jax.Array, shift: int) -> jax.Array:
-    """As `_decode_pairs`, by float32 products. exponents: `_with_exponents` of the words; scale: times 2^62."""
-    magnitude = ((exponents << shift) >> 6) & 0x03C003C0
-    both = magnitude | ((words << shift) & _SIGNS)
-    # An exponent of 1 stands for 0.5: 2^-126 times 2^125.
+def _decode(words: jax.Array, exponents: jax.Array, scale: jax.Array, shift: int, form: str) -> jax.Array:
+    """int32 words of two bfloat16: the nibbles `shift` bits below the tops of both halves, times scale, times 2^-63.
+
+    exponents: `_with_exponents` of the words; scale: words of two bfloat16, 2^62 times the scales.
+    """
+    # An exponent of 1 stands for 0.5: what is made here is 2^-125 of the value.
+    both = (((exponents << shift) >> 6) & 0x03C003C0) | ((words << shift) & _SIGNS)
+    if form == "pairs":
+        return pltpu.bitcast(pltpu.bitcast(both, jnp.bfloat16) * pltpu.bitcast(scale, jnp.bfloat16), jnp.int32)
     low, high = (
-        jax.lax.bitcast_convert_type(as_f32(half) * 2.0**63 * as_f32(factor), jnp.int32)
+        jax.lax.bitcast_convert_type(as_f32(half) * as_f32(factor), jnp.int32)
         for half, factor in ((both << 16, scale << 16), (both & _HIGH, scale & _HIGH))
     )
     return jax.lax.shift_right_logical(low, 16) | high
 
 
-def _decode_pairs(words: jax.Array, scale: jax.Array, half_scale: jax.Array, shift: int) -> jax.Array:
-    """int32 words of two bfloat16: the nibbles `shift` bits below the tops of both halves, times the halves of a scale.
-
-    The magnitude's bits on top of those of half a scale are y, on top of the scale 2y; min(y, 2y - scale) mends the
-    subnormal, which has no hidden bit.
-    """
-    nibbles = words << shift
-    magnitude = (nibbles >> 6) & 0x01C001C0
-    y, twice, one = (pltpu.bitcast(w, jnp.bfloat16) for w in (magnitude + half_scale, magnitude + scale, scale))
-    return pltpu.bitcast(jnp.minimum(y, twice - one), jnp.int32) | (nibbles & _SIGNS)
-
-
 def dequantize(values_ref, codes_ref, join_ref, weights, scales, *, form: str) -> None:
-    """Packed rows -> bfloat16, exact for scales from 2^-125 to 2^65; larger ones count as NaN.
+    """Packed rows -> bfloat16 times 1 / `UNIT`, exact for scales from 2^-62 to 2^65.
+
+    Larger ones count as NaN; values that are smaller than 2^-63 become 0.
 
     Args:
       values_ref: uint8 [out, bytes], out a multiple of 256, bytes of 128.
@@ -115,7 +100,7 @@ def dequantize(values_ref, codes_ref, join_ref, weights, scales, *, form: str) -
       scales: scratch int32 of `scales_shape`.
     """
     out, num_bytes = values_ref.shape
-    _spread_rows(codes_ref, join_ref, scales, form)
+    _spread_rows(codes_ref, join_ref, scales)
     in_piece = PAIRS // _WORD_ROWS
 
     def rows(r, _):
@@ -123,25 +108,18 @@ def dequantize(values_ref, codes_ref, join_ref, weights, scales, *, form: str) -
         lane = jax.lax.broadcasted_iota(jnp.int32, (_SUBLANES, LANES), 1)
         for first in range(0, num_bytes, LANES):
             words = pltpu.bitcast(values_ref[stored, first : first + LANES], jnp.int32)
-            exponents = _with_exponents(words) if form == "float32" else None
+            exponents = _with_exponents(words)
             group = first // GROUP_BYTES
             which, there = lane // GROUP_BYTES + group % LANES, pl.ds(group // LANES * LANES, LANES)
             for odd_row in (0, 1):
                 row = r // in_piece * LANES + odd_row * (LANES // 2) + r % in_piece * _SUBLANES
                 here = pl.ds(pl.multiple_of(row, _SUBLANES), _SUBLANES)
-                factors = [
-                    jnp.take_along_axis(scales[kind, here, there], which, axis=1, mode="promise_in_bounds")
-                    for kind in range(_SCALE_WORDS[form])
-                ]
+                scale = jnp.take_along_axis(scales[here, there], which, axis=1, mode="promise_in_bounds")
                 for odd_column in (0, 1):
                     # A half word is, from its top: odd row odd column, odd row even column, even row odd column, ...
                     shift = 8 * (1 - odd_row) + 4 * (1 - odd_column)
                     to = 2 * first + odd_column * LANES
-                    weights[here, to : to + LANES] = (
-                        _decode_float32(words, exponents, *factors, shift)
-                        if form == "float32"
-                        else _decode_pairs(words, *factors, shift)
-                    )
+                    weights[here, to : to + LANES] = _decode(words, exponents, scale, shift, form)
         return 0
 
     jax.lax.fori_loop(0, out // _WORD_ROWS, rows, 0)
