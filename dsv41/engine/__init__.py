@@ -9,6 +9,7 @@ from dsv41.engine.confidence_calibration import (
 from dsv41.engine.engine import Engine
 from dsv41.engine.engine_options import EngineOptions
 from dsv41.engine.engine_request import EngineResult, Event
+from dsv41.engine.engram_mode import EngramFigures, EngramMode
 from dsv41.engine.generate import PREFILL_CHUNK, check_prompts, generate
 from dsv41.engine.metrics import EngineMetrics, RequestMetrics
 from dsv41.engine.request import GenerationResult, Timings
@@ -25,6 +26,8 @@ __all__ = [
     "EngineMetrics",
     "EngineOptions",
     "EngineResult",
+    "EngramFigures",
+    "EngramMode",
     "Event",
     "GenerationResult",
     "RequestMetrics",

@@ -7,7 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from dsv41.cache import ForwardBatch, KVCache, cache_specs
 from dsv41.config import ModelConfig
@@ -102,7 +102,7 @@ def _chunk_on(mesh: Mesh | None, rules: ShardingRules, params, drafter, batch, c
 
 def _round_on(mesh: Mesh | None, rules: ShardingRules, params, state, cache, inputs, lookup, *, config):
     rows, caches = rules.spec("batch"), cache_specs(cache, rules)
-    arguments = (param_specs(config, rules), rows, caches, input_specs(inputs, rules), PartitionSpec())
+    arguments = (param_specs(config, rules), rows, caches, input_specs(inputs, rules), lookup and lookup.specs())
     step = on_mesh(functools.partial(plain_round, config=config), mesh, rules, arguments, (rows, caches, rows))
     return step(params, state, cache, inputs, lookup)
 

@@ -10,7 +10,8 @@ import numpy as np
 from dsv41.cache import KVCache
 from dsv41.config import DSV41Error, ModelConfig
 from dsv41.engine.engine_options import CED, FULL, check_prefill
-from dsv41.engine.plain_batch import GREEDY, PlainBatch
+from dsv41.engine.engram_mode import EngramMode
+from dsv41.engine.plain_batch import GREEDY, BatchOptions, PlainBatch
 from dsv41.engine.request import CacheSizes, GenerationResult, Request
 from dsv41.engine.speculation import Speculation, check_drafter
 from dsv41.engine.speculative_batch import SpeculativeBatch
@@ -100,6 +101,7 @@ def generate(
     prefill_chunk: int = PREFILL_CHUNK,
     prefill: str = FULL,
     speculate: Speculation | None = None,
+    engram: EngramMode = EngramMode.AUTO,
     images: Sequence[Sequence[PreparedImage]] | None = None,
     on_token: OnToken | None = None,
     on_prefill: OnPrefill | None = None,
@@ -125,6 +127,7 @@ def generate(
       prefill: "full": every layer on every prompt token; "ced": the decoder on the last `sliding_window` prompt tokens
         only, an approximation behind longer prompts (serving.md section 3), and the same bits up to there.
       speculate: how to speculate; None: plain decoding.
+      engram: where Engram rows come from and who waits for them; the results are the same.
       images: for each prompt, its images in the order of their spans, which are laid out in it (`expand_images`).
       on_token: called with (request, token id) for every new token, stop tokens included.
       on_prefill: called with (prompt tokens forwarded, prompt tokens in all) after steps that forwarded some.
@@ -140,16 +143,22 @@ def generate(
     drafts = 0 if speculate is None else speculate.drafts(model.config)
     if drafts:
         check_drafter(model)
-    called = time.perf_counter()
-    longest = max(r.prompt_tokens for r in requests)
+    called, longest = time.perf_counter(), max(r.prompt_tokens for r in requests)
     cache = init_run_cache(model, len(requests), longest + max_new_tokens, draft_tokens=drafts)
     sizes = CacheSizes.of(cache)
-    batch = _batch(model, requests, each, cache, prefill, prefill_chunk, speculate if drafts else None, stop)
-    batch.warm_up()
-    started = time.perf_counter()
-    batch.embed_images()
-    _run(batch, requests, stop, on_token, on_prefill)
-    return [r.result(started=started, compile_s=started - called, sizes=sizes) for r in requests]
+    options = _options(model, requests, prefill, prefill_chunk, engram)
+    batch = _batch(model, requests, each, cache, options, speculate if drafts else None, stop)
+    started = _run(batch, requests, stop, on_token, on_prefill)
+    figures = batch.engram()
+    return [r.result(started=started, compile_s=started - called, sizes=sizes, engram=figures) for r in requests]
+
+
+def _options(
+    model: Model, requests: list[Request], prefill: str, prefill_chunk: int, engram: EngramMode
+) -> BatchOptions:
+    longest, window = max(r.prompt_tokens for r in requests), model.config.text_config.sliding_window
+    tail = window if prefill == CED and longest > window else None
+    return BatchOptions(chunk=min(max(prefill_chunk, tail or 0), longest), tail=tail, engram=engram)
 
 
 def _batch(
@@ -157,17 +166,14 @@ def _batch(
     requests: list[Request],
     sampling: list[SamplingParams],
     cache: KVCache,
-    prefill: str,
-    prefill_chunk: int,
+    options: BatchOptions,
     speculate: Speculation | None,
     stop: frozenset[int],
 ) -> PlainBatch:
-    longest, window = max(r.prompt_tokens for r in requests), model.config.text_config.sliding_window
-    tail = window if prefill == CED and longest > window else None
-    arguments = (model, requests, sampling, min(max(prefill_chunk, tail or 0), longest), cache)
+    arguments = (model, requests, sampling, cache, options)
     if speculate is None:
-        return PlainBatch(*arguments, tail=tail)
-    return SpeculativeBatch(*arguments, tail=tail, speculation=speculate, stop_ids=stop)
+        return PlainBatch(*arguments)
+    return SpeculativeBatch(*arguments, speculation=speculate, stop_ids=stop)
 
 
 def _run(
@@ -176,8 +182,25 @@ def _run(
     stop: frozenset[int],
     on_token: OnToken | None,
     on_prefill: OnPrefill | None,
+) -> float:
+    """Compiles, steps until every request has finished, and ends the batch; returns when the first step began."""
+    try:
+        batch.warm_up()
+        started = time.perf_counter()
+        batch.start()
+        _steps(batch, requests, stop, on_token, on_prefill)
+    finally:
+        batch.close()
+    return started
+
+
+def _steps(
+    batch: PlainBatch,
+    requests: list[Request],
+    stop: frozenset[int],
+    on_token: OnToken | None,
+    on_prefill: OnPrefill | None,
 ) -> None:
-    """Steps until every request has finished."""
     total, reported = sum(r.prompt_tokens for r in requests), 0
     while any(r.finish_reason is None for r in requests):
         drawn = batch.step()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dsv41.cache import KVCache, cache_bytes
+from dsv41.engine.engram_mode import EngramFigures
 from dsv41.engine.speculation import SpeculationRecord
 from dsv41.images import PreparedImage
 from dsv41.models import SpanEmbeds
@@ -53,6 +54,7 @@ class GenerationResult:
       kv_bytes_per_token: size of the cache's page arrays over the tokens they have room for.
       window_bytes: size of the window arrays over the sequences they have room for.
       speculation: its rounds; None if nothing was drafted.
+      engram: what Engram rows took, shared by the requests of a batch; None if the model has no Engram.
     """
 
     token_ids: tuple[int, ...]
@@ -62,6 +64,7 @@ class GenerationResult:
     kv_bytes_per_token: float
     window_bytes: int
     speculation: SpeculationRecord | None = None
+    engram: EngramFigures | None = None
 
     @property
     def text_ids(self) -> tuple[int, ...]:
@@ -149,7 +152,9 @@ class Request:
         elif self._known == len(self._ids):
             self.finish_reason = "length"
 
-    def result(self, *, started: float, compile_s: float, sizes: CacheSizes) -> GenerationResult:
+    def result(
+        self, *, started: float, compile_s: float, sizes: CacheSizes, engram: EngramFigures | None
+    ) -> GenerationResult:
         """The outcome; `started` is when the requests of its batch began, on the clock of `append`."""
         return GenerationResult(
             token_ids=self.token_ids,
@@ -165,4 +170,5 @@ class Request:
             kv_bytes_per_token=sizes.kv_bytes_per_token,
             window_bytes=sizes.window_bytes,
             speculation=self.speculation,
+            engram=engram,
         )

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv41.cache import ForwardBatch, KVCache
-from dsv41.engine.plain_batch import PlainBatch
+from dsv41.engine.engram_mode import EngramMode
+from dsv41.engine.plain_batch import BatchOptions, PlainBatch
 from dsv41.engine.request import Request
 from dsv41.engine.round_plan import IN_FLIGHT, RoundPlan
 from dsv41.engine.speculation import Speculation, SpeculationRecord
@@ -22,6 +23,7 @@ from dsv41.engine.speculative_step import (
 )
 from dsv41.models import Model
 from dsv41.ops.sampling import SamplingParams
+from dsv41.sharding import fetch
 
 
 class SpeculativeBatch(PlainBatch):
@@ -32,16 +34,16 @@ class SpeculativeBatch(PlainBatch):
         model: Model,
         requests: list[Request],
         sampling: list[SamplingParams],
-        chunk: int,
         cache: KVCache,
+        options: BatchOptions,
         *,
-        tail: int | None = None,
         speculation: Speculation,
         stop_ids: frozenset[int],
     ):
-        super().__init__(model, requests, sampling, chunk, cache, tail=tail)
+        super().__init__(model, requests, sampling, cache, options)
         text = model.config.text_config
         self._speculation = speculation
+        self._lookup = model.device_lookup if self._mode is EngramMode.DEVICE else model.step_lookup
         self._look_back = text.engram_max_ngram_size - 1 if text.engram_layer_ids else 0
         self._plan = RoundPlan(model.config, speculation, self._rows)
         self._inputs = self._plan.inputs(self._params, jnp.asarray(sorted(stop_ids) or [-1], jnp.int32))
@@ -52,11 +54,7 @@ class SpeculativeBatch(PlainBatch):
         self._rounds: list[list[tuple]] = [[] for _ in requests]
         self._block = text.dspark_block_size
 
-    def shapes(self):
-        return (self._prefill_shape,)
-
-    def warm_up(self) -> None:
-        super().warm_up()
+    def _warm_up_decoding(self) -> None:
         idle = request_state([], [], self._rows, self._look_back)
         for width in self._plan.widths:
             if self._is_new("round", width, self._speculation.rule, self._speculation.schedule):
@@ -73,7 +71,7 @@ class SpeculativeBatch(PlainBatch):
     def _run_round(self, state, width: int, inputs: RoundInputs):
         m, speculation = self._model, self._speculation
         state, self._cache, output = compiled_round(m.mesh, m.rules)(
-            m.params, m.drafter, state, self._cache, inputs, m.step_lookup,
+            m.params, m.drafter, state, self._cache, inputs, self._lookup,
             config=m.config, rule=speculation.rule, schedule=speculation.schedule, width=width,
         )  # fmt: skip
         return state, output
@@ -83,7 +81,8 @@ class SpeculativeBatch(PlainBatch):
         live = self.live()
         prompts = {i: r for i, r in live.items() if not r.new_tokens}
         if prompts:
-            return self._forward_known(prompts)
+            drawn = self._forward_known(prompts)
+            return [] if drawn is None else self._fetched(drawn)
         if self._state is None:
             known = [r.ids for r in self._requests]
             remaining = [r.remaining for r in self._requests]
@@ -92,7 +91,7 @@ class SpeculativeBatch(PlainBatch):
         while len(self._flying) < IN_FLIGHT and any(r.remaining > len(self._flying) for r in live.values()):
             self._start_round(live)
         output, stamp = self._flying.popleft()
-        return self._finish_round(jax.device_get(output), stamp)
+        return self._finish_round(fetch(output), stamp)
 
     def _start_round(self, live: dict[int, Request]) -> None:
         for row in set(range(len(self._requests))) - set(live):

@@ -325,7 +325,7 @@ def _round_on(mesh: Mesh | None, rules: ShardingRules, params, drafter, state, c
     rows, caches = rules.spec("batch"), cache_specs(cache, rules)
     arguments = (*model_specs(static["config"], rules, drafter), rows, caches, input_specs(inputs, rules))
     step = functools.partial(speculative_round, **static)
-    step = on_mesh(step, mesh, rules, (*arguments, PartitionSpec()), (rows, caches, rows))
+    step = on_mesh(step, mesh, rules, (*arguments, lookup and lookup.specs()), (rows, caches, rows))
     return step(params, drafter, state, cache, inputs, lookup)
 
 

@@ -58,7 +58,9 @@ def step_batch(
         return padded
 
     batch = jax.tree.map(place, batch)
-    return with_rows(batch, step_rows(model, shape, rows)) if engram and model.engram is not None else batch
+    if not engram or model.engram is None:
+        return batch
+    return with_rows(batch, model.join_rows(step_rows(model, shape, rows)))
 
 
 def with_rows(batch: ForwardBatch, rows: tuple | None) -> ForwardBatch:
@@ -82,10 +84,14 @@ def known_tokens(model: Model, shape: Shape, rows: Mapping[int, Known]) -> tuple
 def step_rows(model: Model, shape: Shape, rows: Mapping[int, Known], *, what: str = "batch row") -> EngramRows:
     """Engram rows of a step [B, T, L, K, D], from the host's tables; zeros where no row has a token.
 
+    Where several processes compute a step, each reads the rows of its own tokens and leaves zeros at the others; or, of
+    tables cut by row, the rows that it has (`Model.join_rows`).
+
     Raises:
       DSV41Error: a row cannot be read; starts with `what` and the number of the row that asked for it.
     """
     tokens, history, valid = known_tokens(model, shape, rows)
+    valid &= model.own_rows(shape[0])[:, None]
     try:
         return model.host_lookup.rows(tokens, history, valid)
     except DSV41Error:

@@ -1,6 +1,7 @@
 """Where Engram tables live and how their rows reach the model."""
 
 from dsv41.engram_store.host_lookup import HostLookup
+from dsv41.engram_store.host_shards import HostShard, join_rows
 from dsv41.engram_store.prefetch import Prefetcher
 from dsv41.engram_store.row_shards import RowShards, take_shard
 from dsv41.engram_store.step_lookup import DEVICE_BYTES, StepLookup, step_lookup
@@ -12,10 +13,12 @@ __all__ = [
     "EngramStore",
     "EngramTable",
     "HostLookup",
+    "HostShard",
     "Prefetcher",
     "RowShards",
     "StepLookup",
     "StoreStats",
+    "join_rows",
     "step_lookup",
     "take_shard",
 ]

@@ -57,4 +57,4 @@ def take_shard(table: EngramTable, shards: RowShards, shard: int) -> EngramTable
         values = np.concatenate([values, np.zeros((missing, values.shape[1]), values.dtype)])
         if scales is not None:
             scales = np.concatenate([scales, np.full((missing, scales.shape[1]), _SCALE_ONE, np.uint8)])
-    return EngramTable(layer=table.layer, values=values, scales=scales)
+    return EngramTable(layer=table.layer, values=values, scales=scales, first=table.first + begin)

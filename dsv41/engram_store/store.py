@@ -41,6 +41,7 @@ class EngramTable:
       layer: layer number, for messages.
       values: float8_e4m3fn or bfloat16 [rows, D].
       scales: uint8 E8M0 [rows, D / 32] of float8_e4m3fn values, None of bfloat16.
+      first: number of the first row in the whole table, for messages.
 
     Raises:
       DSV41Error: dtypes or shapes do not fit together.
@@ -49,6 +50,7 @@ class EngramTable:
     layer: int
     values: np.ndarray
     scales: np.ndarray | None
+    first: int = 0
 
     def __post_init__(self):
         where = f"engram table of layer {self.layer}"
@@ -88,7 +90,7 @@ class EngramTable:
             return self
         what = f"engram table of layer {self.layer}"
         values, *scales = (copy_to_memory(a, what=what, threads=threads) for a in self.arrays)
-        return EngramTable(layer=self.layer, values=values, scales=scales[0] if scales else None)
+        return dataclasses.replace(self, values=values, scales=scales[0] if scales else None)
 
 
 class EngramRows(NamedTuple):
@@ -163,6 +165,11 @@ class EngramStore:
         return self._tables
 
     @property
+    def whole(self) -> bool:
+        """Whether look-ups give every row; False: rows of other hosts come as zeros (`HostShard`)."""
+        return True
+
+    @property
     def mapped(self) -> bool:
         """Whether a table lies on a mapped file."""
         return any(self._mapped)
@@ -225,7 +232,7 @@ class EngramStore:
         if scales is not None:
             self._take(table.scales, ids, scales)
             if refuse_broken and (scales == _SCALE_NAN).any():
-                row = ids[(scales == _SCALE_NAN).any(axis=1).argmax()]
+                row = table.first + ids[(scales == _SCALE_NAN).any(axis=1).argmax()]
                 raise DSV41Error(f"engram table of layer {table.layer}: row {row} has a NaN scale (byte {_SCALE_NAN})")
 
     def lookup(self, row_ids: np.ndarray, *, valid: np.ndarray | None = None, refuse_broken: bool = True) -> EngramRows:

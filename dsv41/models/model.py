@@ -11,11 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from dsv41.cache import ForwardBatch, KVCache, init_cache
 from dsv41.config import DSV41Error, ModelConfig, Schedule, layer_schedule
-from dsv41.engram_store import DEVICE_BYTES, EngramStore, HostLookup, StepLookup, step_lookup
+from dsv41.engram_store import DEVICE_BYTES, EngramRows, EngramStore, HostLookup, StepLookup, join_rows, step_lookup
 from dsv41.images import PreparedImage
 from dsv41.models.backbone import ForcedChoices, Params
 from dsv41.models.sharded import compiled_forward
@@ -85,15 +85,25 @@ class Model:
         """Engram rows inside a compiled step, from the device if the tables are small; None if there is no Engram."""
         if self.engram is None:
             return None
-        return step_lookup(self.engram, self._hash_spec, self.token_map, self.config.image_token_id)
+        image = self.config.image_token_id
+        return step_lookup(self.engram, self._hash_spec, self.token_map, image, mesh=self.mesh)
 
     @functools.cached_property
     def device_lookup(self) -> StepLookup | None:
-        """As `step_lookup`, from tables on the device whatever their size."""
-        if self.engram is None or self.engram.nbytes <= DEVICE_BYTES:
+        """As `step_lookup`, from tables on the device whatever their size; on a mesh spread by `rules.engram_rows`."""
+        if self.engram is None:
+            return None
+        if not self.rules.engram_rows and self.engram.nbytes <= DEVICE_BYTES:
             return self.step_lookup
-        size, image = self.engram.nbytes, self.config.image_token_id
-        return step_lookup(self.engram, self._hash_spec, self.token_map, image, device_bytes=size)
+        return step_lookup(
+            self.engram,
+            self._hash_spec,
+            self.token_map,
+            self.config.image_token_id,
+            device_bytes=self.engram.nbytes,
+            mesh=self.mesh,
+            axes=self.rules.engram_rows,
+        )
 
     def init_cache(
         self, num_slots: int, max_tokens: int, *, num_pages: int | None = None, draft_tokens: int = 0
@@ -254,13 +264,22 @@ class Model:
             history[i, window - len(tail) :] = tail
         return history
 
+    def join_rows(self, rows: EngramRows) -> tuple[np.ndarray | jax.Array, np.ndarray | jax.Array | None]:
+        """Engram rows of a step from what this process has looked up; those of other hosts come from there.
+
+        Where tables are cut by row over hosts, all processes must call for the same steps in the same order.
+        """
+        if self.engram.whole:
+            return tuple(rows)
+        return join_rows(rows, self.mesh, self.rules.spec("batch"))
+
     def _engram_rows(
         self, ids: np.ndarray, tails: list[np.ndarray], lengths: list[int]
     ) -> tuple[np.ndarray | None, np.ndarray | None]:
         if self.engram is None:
             return None, None
         valid = np.arange(ids.shape[1]) < np.array(lengths + [0] * (len(ids) - len(lengths)))[:, None]
-        return self.host_lookup.rows(ids, self.look_back(tails, len(ids)), valid)
+        return self.join_rows(self.host_lookup.rows(ids, self.look_back(tails, len(ids)), valid))
 
     def forward(
         self,
@@ -299,6 +318,17 @@ class Model:
         if self.mesh is None:
             return jax.tree.map(jnp.asarray, tree)
         return place(tree, self.mesh, self.rules.spec("batch"))
+
+    def own_rows(self, rows: int) -> np.ndarray:
+        """bool [rows]: rows of a step whose Engram rows this process looks up. Those that its devices compute; or all,
+        where tables are cut by row over hosts."""
+        if self.mesh is None or not self.engram.whole or rows % self.row_shards:
+            return np.ones(rows, bool)
+        own = np.zeros(rows, bool)
+        sharding = NamedSharding(self.mesh, self.rules.spec("batch"))
+        for (index,) in sharding.addressable_devices_indices_map((rows,)).values():
+            own[index] = True
+        return own
 
     def _check_rows(self, batch: ForwardBatch, cache: KVCache) -> None:
         """A mesh spreads rows and slots alike: a row must be where its slot is."""

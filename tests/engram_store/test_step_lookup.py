@@ -1,11 +1,10 @@
 """Engram rows inside a compiled step: the bytes that the host's look-up gives, from device tables and by callback."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
 from dsv41.config import DSV41Error
 from dsv41.engram_store import EngramStore, EngramTable, step_lookup
@@ -67,7 +66,7 @@ def test_a_nan_scale_is_found_before_the_table_goes_to_the_device():
 def test_tokens_that_are_not_verified_read_one_row_of_each_table():
     model, tokens = tiny_model(), np.arange(12, dtype=np.int32).reshape(2, 6)
     valid = np.array([[True, True, False, False, False, False], [False] * 6])
-    before = dataclasses.replace(model.engram.stats)
+    before = model.engram.stats
     step = lookup(device_bytes=0)
     jax.block_until_ready(jax.jit(lambda s: s.rows(tokens, np.full((2, 3), -1, np.int32), valid))(step))
     columns = 6
@@ -84,3 +83,47 @@ def test_a_broken_row_on_the_host_reaches_its_token_only():
     step = lookup(store, device_bytes=0)
     _, scales = jax.jit(lambda s: s.rows(tokens, history, np.ones((2, 2), bool)))(step)
     assert (np.asarray(scales)[:, :, 0] == 255).all() and (np.asarray(scales)[:, :, 1] != 255).all()
+
+
+@pytest.mark.parametrize("devices", [5, 7])
+def test_case_g8_tables_over_devices_give_the_rows_of_the_whole(devices):
+    """834 and 1,020 rows are padded to equal runs; no look-up returns the padding."""
+    model, rng = tiny_model(), np.random.default_rng(0)
+    mesh = Mesh(jax.devices()[:devices], ("data",))
+    step = lookup(device_bytes=1 << 28, mesh=mesh, axes=("data",))
+    padded = [-(-rows // devices) * devices for rows in (834, 1020)]
+    assert [v.shape for v in step.values] == [(rows, 32) for rows in padded]
+    assert all(v.addressable_shards[0].data.shape[0] == rows // devices for v, rows in zip(step.values, padded))
+    assert padded != [834, 1020]
+    for values, scales, table in zip(step.values, step.scales, model.engram.tables, strict=True):
+        np.testing.assert_array_equal(np.asarray(values)[: table.rows].view(np.uint8), table.values.view(np.uint8))
+        assert (np.asarray(scales)[table.rows :] == 127).all()
+    tokens = rng.integers(0, 505, (2 * devices, 12)).astype(np.int32)
+    history = rng.integers(-1, 505, (2 * devices, 3)).astype(np.int32)
+    rows = PartitionSpec("data")
+    look_up = jax.shard_map(
+        lambda step, *x: step.rows(*x), mesh=mesh, in_specs=(step.specs(), rows, rows, rows), out_specs=rows
+    )
+    actual = jax.jit(look_up)(step, tokens, history, np.ones(tokens.shape, bool))
+    expected = model.host_lookup.rows(tokens, history)
+    for a, b in zip(bytes_of(actual), bytes_of(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+    program = jax.jit(look_up).lower(step, tokens, history, np.ones(tokens.shape, bool)).compile().as_text()
+    gathered = [line for line in program.splitlines() if " all-gather(" in line]
+    assert gathered and not any(f"[{rows},32]" in line for line in gathered for rows in padded)  # ids, never tables
+
+
+def test_a_nan_scale_of_one_shard_is_named():
+    table = tiny_model().engram.tables[1]
+    scales = np.array(table.scales)
+    scales[-1] = 255
+    broken = EngramTable(layer=table.layer, values=table.values, scales=scales)
+    mesh = Mesh(jax.devices()[:4], ("data",))
+    with pytest.raises(DSV41Error, match=f"layer {table.layer}.*NaN scale"):
+        lookup(EngramStore([tiny_model().engram.tables[0], broken]), mesh=mesh, axes=("data",))
+
+
+def test_tables_on_the_host_need_no_axes():
+    mesh = Mesh(jax.devices()[:4], ("data",))
+    step = lookup(device_bytes=0, mesh=mesh, axes=("data",))
+    assert not step.on_device and step.axes == ()
