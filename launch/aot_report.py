@@ -96,6 +96,7 @@ def tables(row: Mapping[str, Any]) -> Iterator[Table | str]:
     """What is printed of a step that compiled."""
     cost = row["cost"]
     yield from (_memory(cost), _work(cost), _collectives(cost), _temporaries(cost), _times(cost))
+    yield from (f"moves what should stay: {moved}" for moved in cost["moved"])
     for loop in cost["unknown_loops"]:
         yield f"counted as one trip, which the program's text does not say: {loop}"
     stages = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in row["seconds"].items())

@@ -3,7 +3,7 @@
 from dsv41.cost_model.chips import Chip, chip_of
 from dsv41.cost_model.collectives import KINDS, Collective, collectives, count_by_layer, moved_like, totals
 from dsv41.cost_model.hlo import parse
-from dsv41.cost_model.memory import cache_bytes, local_shapes, parameter_bytes, total_bytes
+from dsv41.cost_model.memory import cache_bytes, kept_shapes, local_shapes, parameter_bytes, total_bytes
 from dsv41.cost_model.programs import PROGRAMS, Step, StepSizes, abstract_step
 from dsv41.cost_model.report import StepCost, step_cost
 from dsv41.cost_model.work import Work, step_work
@@ -22,6 +22,7 @@ __all__ = [
     "chip_of",
     "collectives",
     "count_by_layer",
+    "kept_shapes",
     "local_shapes",
     "moved_like",
     "parameter_bytes",

@@ -11,6 +11,7 @@ from dsv41.cost_model.hlo import Instruction, Program, Shape
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 
+_SMALLEST_KEPT = 64 << 10
 _LAYER = re.compile(r"\b(?:layer|draft_stage)_\d+\b")
 
 
@@ -171,22 +172,19 @@ def count_by_layer(found: Iterable[Collective]) -> dict[str | None, dict[str, fl
     return counts
 
 
-def moved_like(found: Iterable[Collective], kept: Iterable[Shape], least_bytes: int) -> list[Collective]:
+def moved_like(found: Iterable[Collective], kept: Iterable[Shape]) -> list[Collective]:
     """Collectives that move what should stay where it is: weights, KV pools, Engram tables.
 
-    A compiler may split or reshape what it gathers, so besides an operand of the very dtype and sizes of an array in
-    `kept`, any collective is named whose operand or result has `least_bytes` or more. Choose that above all activations
-    of the step and below the smallest weight matrix that is spread.
+    Compilers reshape and reinterpret, so an operand counts that has as many items, of as many bytes each, as one
+    device's part of an array in `kept`. Arrays below 64 KiB are left out: any activation could have their size.
 
     Args:
       found: of `collectives`.
       kept: one device's parts of the arrays.
-      least_bytes: see above.
     """
-    forms = {(shape.dtype, shape.dims) for shape in kept}
-    return [
-        c
-        for c in found
-        if max(c.operand_bytes, c.result_bytes) >= least_bytes
-        or any((shape.dtype, shape.dims) in forms for shape in c.operands)
-    ]
+    forms = {_form(shape) for shape in kept if shape.bytes >= _SMALLEST_KEPT}
+    return [c for c in found if any(_form(shape) in forms for shape in c.operands)]
+
+
+def _form(shape: Shape) -> tuple[int, int]:
+    return math.prod(shape.dims), shape.bytes

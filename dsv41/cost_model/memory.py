@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from dsv41.cost_model.hlo import Shape
+from dsv41.cost_model.programs import Step
 
 # The kind of a parameter is that of the first of these that its path contains.
 _KINDS = (
@@ -41,6 +42,12 @@ def local_shapes(tree: Any) -> Iterator[tuple[tuple[str, ...], Shape]]:
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         dims = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
         yield tuple(_key(entry) for entry in path), Shape(_DTYPES[str(leaf.dtype)], tuple(dims))
+
+
+def kept_shapes(step: Step) -> list[Shape]:
+    """One device's parts of what no collective of a step should move: weights and page pools."""
+    pools = (step.cache.main, step.cache.index)
+    return [shape for tree in (step.params, pools) for _, shape in local_shapes(tree)]
 
 
 def _key(entry: Any) -> str:

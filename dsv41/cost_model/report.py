@@ -10,8 +10,8 @@ import jax
 from dsv41.config import ModelConfig
 from dsv41.cost_model import hlo
 from dsv41.cost_model.chips import Chip
-from dsv41.cost_model.collectives import KindTotal, collectives, count_by_layer, totals
-from dsv41.cost_model.memory import cache_bytes, parameter_bytes, total_bytes
+from dsv41.cost_model.collectives import KindTotal, collectives, count_by_layer, moved_like, totals
+from dsv41.cost_model.memory import cache_bytes, kept_shapes, parameter_bytes, total_bytes
 from dsv41.cost_model.programs import Step, StepSizes
 from dsv41.cost_model.roofline import Roofline, roofline
 from dsv41.cost_model.temporaries import Temporary, largest_temporaries
@@ -59,6 +59,7 @@ class StepCost:
         too much.
       collectives: by kind.
       collectives_in_layer: number by kind in the layer that has most, and outside layers under "elsewhere".
+      moved: collectives that move arrays of the size of a weight or of a page pool, which should all stay.
       temporaries: the largest.
       unknown_loops: loops whose trips the program's text does not say, counted once.
       least, as_compiled: time by bytes that any implementation has to move, and by the compiler's count of bytes.
@@ -73,6 +74,7 @@ class StepCost:
     compiled_bytes: float
     collectives: tuple[KindTotal, ...]
     collectives_in_layer: dict[str, dict[str, float]]
+    moved: tuple[str, ...]
     temporaries: tuple[Temporary, ...]
     unknown_loops: tuple[str, ...]
     least: Roofline
@@ -119,6 +121,7 @@ def step_cost(config: ModelConfig, sizes: StepSizes, step: Step, compiled: jax.s
             "most in a layer": max(layers, key=lambda kinds: sum(kinds.values()), default={}),
             "elsewhere": by_layer.get(None, {}),
         },
+        moved=tuple(f"{c.kind} of {c.operands[0]} in {c.scope}" for c in moved_like(found, kept_shapes(step))),
         temporaries=largest_temporaries(program),
         unknown_loops=program.unknown_loops,
         least=roofline(chip, bytes=work.total_bytes, flops=work.total_flops, sent_bytes=sent),

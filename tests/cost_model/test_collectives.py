@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dsv41.cost_model import collectives, count_by_layer, moved_like, parse, totals
+from dsv41.cost_model import Collective, collectives, count_by_layer, moved_like, parse, totals
 from dsv41.cost_model.hlo import Shape
 from dsv41.sharding import make_mesh
 
@@ -69,12 +69,18 @@ def test_layers(found):
     assert sum(layers[None].values()) == 1 + 3
 
 
-def test_what_should_stay_is_named(found):
-    """By its very form, or by its size whatever its form."""
-    part = Shape("f32", (16, 32))
-    assert [c.kind for c in moved_like(found, [part], least_bytes=1 << 30)] == ["all-gather"]
-    assert moved_like(found, [Shape("f32", (32, 16)), Shape("bf16", (16, 32))], least_bytes=1 << 30) == []
-    assert len(moved_like(found, [], least_bytes=2 * part.bytes)) == len(found)
+def test_what_should_stay_is_named():
+    """By number and size of its items, whatever its form; what is small is not looked at."""
+
+    def gathered(*dims, dtype="bf16"):
+        part = Shape(dtype, dims)
+        return Collective(
+            kind="all-gather", name="x", operands=(part,), results=(part,), devices=2, times=1, scope="layer_1"
+        )
+
+    weight, norm = Shape("f8e4m3fn", (1024, 512)), Shape("f32", (64,))
+    assert moved_like([gathered(512, 8, 128, dtype="u8")], [weight, norm])
+    assert moved_like([gathered(64, dtype="f32"), gathered(1024, 512), gathered(1024, 256)], [weight, norm]) == []
 
 
 # As libtpu's compiler writes them: groups in three forms, a reduce-scatter as a fusion, asynchronous pairs.

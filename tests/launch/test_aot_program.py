@@ -95,6 +95,7 @@ COST = {
         {"kind": "all-gather", "count": 80.0, "operand_bytes": 2 << 20, "sent_bytes": 1 << 20, "largest_bytes": 1 << 19}
     ],
     "collectives_in_layer": {"most in a layer": {"all-gather": 2.0}, "elsewhere": {}},
+    "moved": ["all-gather of u8[7] in layer_3"],
     "temporaries": [
         {"shape": "f32[8,128]", "opcode": "fusion", "bytes": 4096, "count": 3, "scope": "jit(f)/layer_*/attend/mul"}
     ],
@@ -139,7 +140,7 @@ def test_report(child, capsys):
     assert lines["f32[8,128]"][1:3] == ["0.00", "3"]
     assert lines["that must move"][-2:] == ["3.00", "6.00"]
     assert "compiling 61 s; this took 3.0 GiB of host memory" in out and "fits, 24.0 GiB to spare" in out
-    assert "jit(f)/search/while" in out
+    assert "jit(f)/search/while" in out and "moves what should stay: all-gather of u8[7] in layer_3" in out
     assert "decode for v6e:2x2: compiling, " in err
 
 
