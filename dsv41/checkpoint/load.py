@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import pathlib
@@ -52,7 +53,7 @@ def engram_store(reader: CheckpointReader | ImportedCheckpoint, config: ModelCon
     return EngramStore(tables, readers=min(32, 4 * (os.cpu_count() or 1)))
 
 
-def _check_memory(path: pathlib.Path, structs: Iterable[jax.ShapeDtypeStruct]) -> None:
+def check_memory(path: pathlib.Path | str, structs: Iterable[jax.ShapeDtypeStruct]) -> None:
     """Refuses a model of which a device cannot hold its part, where the backend says how much it has."""
     device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
@@ -101,14 +102,14 @@ def load(
     rules = mesh_rules(config, mesh, rules)
     trees = abstract_trees(config, drafter=drafter, vision=vision)
     if mesh is not None:
-        trees = {part: _sharded(part, tree, config, mesh, rules) for part, tree in trees.items()}
+        trees = {part: sharded_structs(part, tree, config, mesh, rules) for part, tree in trees.items()}
     check_inventory(reader, tensor_inventory(config), ("engram", *trees))
     tokenizer, token_map = read_tokenizer(path, config)
     if token_map is not None:
         engram_hash_spec(config.text_config, int(token_map[config.text_config.engram_pad_token_id]))
     # Names of different parts never meet, so that they can be read in one go.
     structs = {parameter_name(p): s for tree in trees.values() for p, s in flatten(tree).items()}
-    _check_memory(path, structs.values())
+    check_memory(path, structs.values())
     arrays = load_either(reader, structs, progress=progress)
     params = {
         part: jax.tree.unflatten(jax.tree.structure(tree), [arrays[parameter_name(p)] for p in flatten(tree)])
@@ -140,12 +141,28 @@ def mesh_rules(config: ModelConfig, mesh: Mesh | None, rules: ShardingRules | No
     return preset_rules("decode", mesh.shape, config.text_config) if rules is None else rules
 
 
-def _sharded(part: str, tree: Params, config: ModelConfig, mesh: Mesh, rules: ShardingRules) -> Params:
+def sharded_structs(part: str, tree: Params, config: ModelConfig, mesh: Mesh, rules: ShardingRules) -> Params:
     """Abstract parameters of a part with their shardings; the vision tower is whole on every device."""
     if part == "vision":
         whole = NamedSharding(mesh, PartitionSpec())
         return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=whole), tree)
     return param_shardings(tree, param_specs(config, rules, part), mesh)
+
+
+def spread_model(model: Model, mesh: Mesh, rules: ShardingRules) -> Model:
+    """A model of one device on a mesh, without its vision tower.
+
+    Raises:
+      DSV41Error: the mesh does not divide a parameter.
+    """
+    held = {"backbone": model.params, "drafter": model.drafter}
+    spread = {}
+    for part, tree in abstract_trees(model.config, drafter=model.drafter is not None, vision=False).items():
+        structs = sharded_structs(part, tree, model.config, mesh, rules)
+        spread[part] = jax.tree.map(lambda x, struct: jax.device_put(x, struct.sharding), held[part], structs)
+    return dataclasses.replace(
+        model, params=spread["backbone"], drafter=spread.get("drafter"), vision=None, mesh=mesh, rules=rules
+    )
 
 
 def abstract_trees(config: ModelConfig, *, drafter: bool, vision: bool) -> dict[str, Params]:

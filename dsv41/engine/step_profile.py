@@ -10,14 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv41.cache import KVCache
+from dsv41.cache import ForwardBatch, KVCache
 from dsv41.config import DSV41Error
 from dsv41.models import Model
 from dsv41.models.sharded import compiled_forward
+from dsv41.sharding import fetch
 from pallas_kernels.dispatch import backend
 from pallas_kernels.measure import KernelEvent, trace_kernels
 
 _LAYER = re.compile(r"/layer_(\d+)/(?:(attention|moe|engram)/)?([a-z_]*)")
+_COLLECTIVE = re.compile(r"nccl|all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute", re.IGNORECASE)
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*metadata=\{[^}]*op_name=\"([^\"]*)\"", re.MULTILINE)
 
 
@@ -27,9 +29,10 @@ class LayerKernels:
 
     Attributes:
       layer: its number.
-      launches: kernels a step.
+      launches: kernels a step and device.
       us: their device time in microseconds.
-      parts: launches and microseconds by part of the layer, such as "attention/attend".
+      parts: launches and microseconds by part of the layer, such as "attention/attend"; those of kernels that talk to
+        other devices end in "/collective", and what they wait for others is in their time.
     """
 
     layer: int | None
@@ -41,7 +44,8 @@ class LayerKernels:
 def profile_step(model: Model, *, rows: int, context: int, tokens: int = 1, steps: int = 5) -> list[LayerKernels]:
     """Runs a step of `rows` sequences, `tokens` new tokens each behind `context` cached ones, and counts its kernels.
 
-    The pages hold random bytes: what the step says means nothing.
+    The pages hold random bytes: what the step says means nothing. Of a model on a mesh all devices are counted, and
+    launches and times are those of a device on average.
 
     Raises:
       DSV41Error: the backend's trace lists no kernels (all but NVIDIA GPUs), or the cache cannot hold the context.
@@ -49,14 +53,9 @@ def profile_step(model: Model, *, rows: int, context: int, tokens: int = 1, step
     cache = model.init_cache(rows, context + tokens)
     if backend() != "gpu":
         raise DSV41Error(f"the trace of {jax.devices()[0].device_kind} lists no kernels; profile on an NVIDIA GPU")
-    cache = _random_pages(cache)
-    look_back = max(model.config.text_config.engram_max_ngram_size, 1)
-    new = np.arange(rows * tokens).reshape(rows, tokens) % 97 + 3
-    batch = model.make_batch(new, [np.arange(look_back) % 97 + 3] * rows)
-    batch = dataclasses.replace(batch, start=np.full_like(batch.start, context))
-    batch = jax.tree.map(jnp.asarray, batch)
+    cache, batch = random_pages(cache), step_at(model, rows, context, tokens)
     static = {"config": model.config, "logits": "last", "capture": (), "tail": None}
-    compiled = compiled_forward().lower(model.params, batch, cache, None, **static).compile()
+    compiled = compiled_forward(model.mesh, model.rules).lower(model.params, batch, cache, None, **static).compile()
     scopes = dict(_INSTRUCTION.findall(compiled.as_text()))
     carried = [cache]
 
@@ -66,23 +65,43 @@ def profile_step(model: Model, *, rows: int, context: int, tokens: int = 1, step
 
     step()
     events = trace_kernels(step, steps)
-    return _by_layer(events, scopes, steps)
+    return _by_layer(events, scopes, steps * (1 if model.mesh is None else model.mesh.size))
 
 
-def _random_pages(cache: KVCache) -> KVCache:
-    """Random values; scales near one another, none of them NaN."""
+def step_at(model: Model, rows: int, context: int, tokens: int, *, first_row: int = 0) -> ForwardBatch:
+    """A step of some tokens behind `context` others, on the devices; those of a row follow from its number."""
+    look_back = max(model.config.text_config.engram_max_ngram_size, 1)
+    new = np.arange(first_row * tokens, (first_row + rows) * tokens).reshape(rows, tokens) % 97 + 3
+    batch = model.make_batch(new, [np.arange(look_back) % 97 + 3] * rows, padded=False)
+    return model.place_rows(dataclasses.replace(batch, start=np.full_like(batch.start, context)))
 
-    def fill(pool: jax.Array, value_rows: int, key: int) -> jax.Array:
-        bits = jax.random.bits(jax.random.key(key), pool.shape, jnp.uint8)
-        is_scale = jnp.arange(pool.shape[1])[:, None, None] >= value_rows
-        return jnp.where(is_scale, (bits & 0x7) | 0x70, bits)
 
-    fill = jax.jit(fill, static_argnums=(1, 2))
-    layout = cache.layout
+def random_pages(cache: KVCache, *, first_slot: int = 0) -> KVCache:
+    """Random values; scales near one another, none of them NaN. Page j of a slot holds the same wherever it lies.
+
+    `first_slot`: the number of the cache's first slot among those of a larger one, whose contents it is to have.
+    """
+    layout, table = cache.layout, fetch(cache.page_table)
+
+    def fill(pool: jax.Array, value_rows: int, kind: int, per_logical: int) -> jax.Array:
+        whose = np.zeros(pool.shape[0] // per_logical, np.int32)
+        slot, number = np.nonzero(table >= 0)
+        whose[table[slot, number]] = (first_slot + slot) * table.shape[1] + number
+        whose = np.repeat(whose * per_logical, per_logical) + np.tile(np.arange(per_logical), len(whose))
+        key = jax.random.key(kind)
+
+        def one(number):
+            bits = jax.random.bits(jax.random.fold_in(key, number), pool.shape[1:], jnp.uint8)
+            is_scale = jnp.arange(pool.shape[1])[:, None, None] >= value_rows
+            return jnp.where(is_scale, (bits & 0x7) | 0x70, bits)
+
+        return jax.jit(jax.vmap(one), out_shardings=pool.sharding)(whose.astype(np.int32))
+
+    pages = [layout.pages_per_logical(ratio) for ratio in layout.ratios]
     return dataclasses.replace(
         cache,
-        main=tuple(fill(pool, layout.main.value_rows, i) for i, pool in enumerate(cache.main)),
-        index=tuple(fill(pool, layout.index.value_rows, 100 + i) for i, pool in enumerate(cache.index)),
+        main=tuple(fill(p, layout.main.value_rows, i, n) for i, (p, n) in enumerate(zip(cache.main, pages))),
+        index=tuple(fill(p, layout.index.value_rows, 100 + i, n) for i, (p, n) in enumerate(zip(cache.index, pages))),
     )
 
 
@@ -92,6 +111,8 @@ def _by_layer(events: list[KernelEvent], scopes: dict[str, str], steps: int) -> 
         scope = scopes.get(event.hlo_op, "") or event.scope
         match = _LAYER.search(scope)
         part = "/".join(p for p in match.groups()[1:] if p) if match else ""
+        if _COLLECTIVE.search(event.name):
+            part = f"{part}/collective".strip("/")
         found[int(match[1]) if match else None][part or "other"].append(event.us)
     rows = []
     for layer in sorted(found, key=lambda n: (n is None, n or 0)):

@@ -1,12 +1,16 @@
 """Putting kernels down to layers, from the scopes of a compiled step."""
 
+import dataclasses
 import re
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from dsv41.config import DSV41Error
-from dsv41.engine.step_profile import _by_layer, profile_step
+from dsv41.engine.step_profile import _by_layer, profile_step, random_pages
+from dsv41.sharding import ShardingRules, make_mesh
 from launch import profile_step as command
 from launch.cli import run
 from pallas_kernels.measure import KernelEvent
@@ -39,6 +43,29 @@ def test_kernels_by_layer_and_part():
 def test_the_scope_of_the_trace_stands_in_for_an_unknown_instruction():
     (entry,) = _by_layer([_event("", 1.0, "jit(forward)/layer_2/moe/route/topk")], SCOPES, 1)
     assert entry.layer == 2 and entry.parts == {"moe/route": (1, 1.0)}
+
+
+def test_collectives_are_told_apart():
+    events = [KernelEvent(name="ncclDevKernel_SendRecv", hlo_op="fusion.1", scope="", us=3.0), _event("fusion.1", 2.0)]
+    (entry,) = _by_layer(events, SCOPES, 1)
+    assert entry.parts == {"attention/attend/collective": (1, 3.0), "attention/attend": (1, 2.0)}
+
+
+@pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
+def test_pages_hold_the_same_wherever_they_lie():
+    model = small_model()
+    mesh, rules = make_mesh({"sequence": 4}, jax.devices()[:4]), ShardingRules(batch=("sequence",), pages=("sequence",))
+    spread = random_pages(dataclasses.replace(model, mesh=mesh, rules=rules).init_cache(4, 1024))
+    whole, last = random_pages(model.init_cache(4, 1024)), random_pages(model.init_cache(1, 1024), first_slot=3)
+    for k, ratio in enumerate(whole.layout.ratios):
+        for kind in ("main", "index"):
+            here, there, alone = (
+                np.asarray(getattr(c, kind)[k])[np.asarray(c.layout.physical_pages(jnp.asarray(c.page_table), ratio))]
+                for c in (whole, spread, last)
+            )
+            np.testing.assert_array_equal(here, there)
+            np.testing.assert_array_equal(here[3:], alone)
+            assert len(np.unique(here[:, :, 0], axis=0)) > 1
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a CPU's trace lists no kernels")

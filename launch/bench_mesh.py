@@ -1,0 +1,222 @@
+"""A model spread over several devices of one host: whether it is right, and where a step's time goes.
+
+    python -m launch.bench_mesh --part=exact --part=links --meshes=data=2,sequence=2,tensor=2
+    python -m launch.bench_mesh --part=steps --config=configs/expert_groups.json --meshes=data=2 --rows=64,256
+    python -m launch.bench_mesh --part=selection --config=configs/flash_groups.json --meshes=sequence=2 --rows=8
+
+Parts:
+  exact      every preset on every mesh against one device, on the tiny model: logits, selected entries, experts.
+  links      bytes a second of all_to_all, all_gather and reduce-scatter by size, the peak of what links between these
+             devices give; wall time of a queue of them.
+  steps      a decode step for each of --rows, or with --tokens a chunk of a prompt: time of exchange, experts and the
+             rest, from the profiler (NVIDIA GPUs). --per_device takes --rows for each device.
+  selection  sequences of --context tokens whose pages lie on all devices: time of a step's selection, and whether every
+             selected set is the same as on one device (at --check_context).
+
+Meshes are separated by semicolons or given several times; data=1 is one device. With --config weights are random, made
+on the devices. Times of collectives hold what devices wait for one another.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import sys
+import time
+from typing import Any
+
+import jax
+from absl import flags
+from jax.sharding import NamedSharding, PartitionSpec
+from rich.console import Console
+from rich.table import Table
+
+from dsv41.checkpoint.random_model import random_model
+from dsv41.config import DSV41Error
+from dsv41.engine.mesh_checks import agreement, agreement_row_by_row, on_mesh
+from dsv41.engine.step_profile import LayerKernels, profile_step
+from dsv41.models import Model
+from dsv41.sharding import PRESETS, make_mesh, parse_mesh, preset_rules
+from launch.cli import new_flags, run
+from launch.load_model import ModelFlags
+
+FLAGS = new_flags()
+_MODEL = ModelFlags(FLAGS, config=True)
+_PARTS = ("exact", "links", "steps", "selection")
+_PART = flags.DEFINE_multi_enum("part", ["exact"], _PARTS, "What to run, see above.", flag_values=FLAGS)
+_MESHES = flags.DEFINE_multi_string("meshes", ["data=1"], "Meshes, such as data=2;tensor=2.", flag_values=FLAGS)
+_SHARDING = flags.DEFINE_enum("sharding", "decode", PRESETS, "Preset for steps and selection.", flag_values=FLAGS)
+_ROWS = flags.DEFINE_list("rows", ["8"], "Sequences of a step, of all devices.", flag_values=FLAGS)
+_PER_DEVICE = flags.DEFINE_bool("per_device", False, "--rows counts those of one device.", flag_values=FLAGS)
+_TOKENS = flags.DEFINE_integer("tokens", 1, "New tokens of each sequence.", lower_bound=1, flag_values=FLAGS)
+_CONTEXT = flags.DEFINE_integer("context", 4096, "Tokens in the cache of each.", lower_bound=0, flag_values=FLAGS)
+_CHECK = flags.DEFINE_integer(
+    "check_context", 131072, "Tokens in the cache where selections are compared.", lower_bound=0, flag_values=FLAGS
+)
+_STEPS = flags.DEFINE_integer("steps", 5, "Steps that are traced.", lower_bound=1, flag_values=FLAGS)
+_JSON = flags.DEFINE_bool("json", False, "Print one JSON object a line instead of tables.", flag_values=FLAGS)
+
+Row = dict[str, Any]
+
+_SIZES = (1 << 14, 1 << 18, 1 << 22, 1 << 26, 1 << 28)  # bytes of each device
+
+
+def _meshes() -> list[str]:
+    meshes = [mesh for text in _MESHES.value for mesh in text.split(";")]
+    for mesh in meshes:
+        if (need := math.prod(parse_mesh(mesh).values())) > len(jax.devices()):
+            raise DSV41Error(f"--meshes: {mesh} needs {need} devices, there are {len(jax.devices())}")
+    return meshes
+
+
+def _counts() -> list[int]:
+    if not all(text.isdigit() and int(text) for text in _ROWS.value):
+        raise DSV41Error(f"--rows: expected positive numbers separated by commas, got {','.join(_ROWS.value)}")
+    return [int(text) for text in _ROWS.value]
+
+
+def exact(meshes: list[str]) -> list[Row]:
+    """One row a mesh and preset."""
+    alone, _ = _MODEL.load()
+    rows = []
+    for mesh in meshes:
+        for preset in PRESETS:
+            spread = on_mesh(alone, mesh, preset)
+            for tokens in (1, 6):
+                found = agreement(alone, spread, rows=8, context=64, tokens=tokens)
+                rows.append({"mesh": mesh, "preset": preset, "tokens": tokens, **dataclasses.asdict(found)})
+    return rows
+
+
+def links(meshes: list[str]) -> list[Row]:
+    """One row a mesh, collective and size."""
+    rows = []
+    for text in meshes:
+        sizes = parse_mesh(text)
+        devices = math.prod(sizes.values())
+        if devices == 1:
+            continue
+        mesh = make_mesh(sizes, jax.devices()[:devices])
+        for name in ("all_to_all", "all_gather", "reduce_scatter"):
+            for size in _SIZES:
+                seconds = _collective_seconds(mesh, name, size)
+                # What leaves a device: all but its own part.
+                sent = size * (devices - 1) / devices * (devices if name == "all_gather" else 1)
+                row = {"mesh": text, "collective": name, "bytes": size, "us": seconds * 1e6}
+                rows.append(row | {"GB_per_s": sent / seconds / 1e9})
+    return rows
+
+
+def _collective_seconds(mesh, name: str, size: int, calls: int = 20) -> float:
+    """Of one call on `size` bytes of each device."""
+    axes = mesh.axis_names
+    collective = {
+        "all_to_all": lambda x: jax.lax.all_to_all(x, axes, 0, 0, tiled=True),
+        "all_gather": lambda x: jax.lax.all_gather(x, axes, tiled=True),
+        "reduce_scatter": lambda x: jax.lax.psum_scatter(x, axes, tiled=True),
+    }[name]
+    spec = PartitionSpec(axes)
+    call = jax.jit(jax.shard_map(collective, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    make = functools.partial(jax.random.normal, jax.random.key(0), (size // 4 * mesh.size,))
+    x = jax.jit(make, out_shardings=NamedSharding(mesh, spec))()
+    jax.block_until_ready(call(x))
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        for _ in range(calls):
+            y = call(x)
+        jax.block_until_ready(y)
+        seconds.append((time.perf_counter() - started) / calls)
+    return min(seconds)
+
+
+def _random_on(mesh: str) -> Model:
+    config, sizes = _MODEL.config(), parse_mesh(mesh)
+    devices = math.prod(sizes.values())
+    if devices == 1:
+        return random_model(config, drafter=False)
+    rules = preset_rules(_SHARDING.value, sizes, config.text_config)
+    return random_model(config, drafter=False, mesh=make_mesh(sizes, jax.devices()[:devices]), rules=rules)
+
+
+def steps(meshes: list[str]) -> list[Row]:
+    """One row a mesh and number of sequences."""
+    rows = []
+    for mesh in meshes:
+        model = _random_on(mesh)
+        for count in _counts():
+            total = count * (math.prod(parse_mesh(mesh).values()) if _PER_DEVICE.value else 1)
+            rows.append({"mesh": mesh, "rows": total, "tokens": _TOKENS.value, **_shares(_profiled(model, total))})
+        del model
+    return rows
+
+
+def _profiled(model: Model, rows: int) -> list[LayerKernels]:
+    return profile_step(model, rows=rows, context=_CONTEXT.value, tokens=_TOKENS.value, steps=_STEPS.value)
+
+
+_SHARES = ("exchange", "experts", "shared_expert", "route", "select", "attend", "other_collectives", "rest")
+
+
+def _shares(layers: list[LayerKernels]) -> dict[str, float]:
+    """Microseconds of a step by what they are spent on."""
+    us = dict.fromkeys(_SHARES, 0.0)
+    for layer in layers:
+        for part, (_, time_us) in layer.parts.items():
+            names = part.split("/")
+            if names[-1] == "collective":
+                us["exchange" if names[0] == "moe" else "other_collectives"] += time_us
+            else:
+                us[names[1] if len(names) > 1 and names[1] in us else "rest"] += time_us
+    return {"us": sum(us.values())} | {name: us[name] for name in _SHARES}
+
+
+def selection(meshes: list[str]) -> list[Row]:
+    """One row a mesh and number of sequences."""
+    rows = []
+    alone = _random_on("data=1")
+    for mesh in meshes:
+        model = alone if mesh == "data=1" else _random_on(mesh)
+        for count in _counts():
+            found = _profiled(model, count)
+            parts = [(name, us) for layer in found for name, (_, us) in layer.parts.items()]
+            us = sum(t for name, t in parts if name == "attention/select")
+            moved = sum(t for name, t in parts if name.startswith("attention/") and name.endswith("/collective"))
+            row = {"mesh": mesh, "rows": count, "context": _CONTEXT.value, "select_us": us, "collectives_us": moved}
+            row["step_us"] = sum(layer.us for layer in found)
+            if model is not alone:
+                check = {"rows": model.row_shards, "context": _CHECK.value, "tokens": 1}
+                row |= dataclasses.asdict(agreement_row_by_row(alone, model, **check))
+            rows.append(row)
+    return rows
+
+
+def _print(part: str, rows: list[Row]) -> None:
+    if _JSON.value:
+        for row in rows:
+            print(json.dumps({"part": part, **row}))
+        return
+    table = Table(title=part, title_justify="left", box=None, header_style="bold")
+    for name in rows[0] if rows else ():
+        table.add_column(name.replace("_", " "), justify="right")
+    for row in rows:
+        table.add_row(*(f"{x:,.4g}" if isinstance(x, float) else str(x) for x in row.values()))
+    Console(file=sys.stdout, width=180, markup=False, highlight=False, emoji=False).print(table)
+
+
+def main() -> None:
+    _MODEL.start_device()
+    meshes = _meshes()
+    _counts()
+    kinds = {"exact": exact, "links": links, "steps": steps, "selection": selection}
+    for part in dict.fromkeys(_PART.value):
+        _print(part, kinds[part](meshes))
+
+
+def cli() -> int:
+    """The console script."""
+    return run(main, FLAGS)
+
+
+if __name__ == "__main__":
+    sys.exit(cli())
