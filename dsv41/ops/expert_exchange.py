@@ -11,20 +11,22 @@ What is sent from one device to another is limited to `capacity` tokens at a tim
 not fit goes in another round, and no token is ever dropped. All devices agree on the number of rounds beforehand. A
 step of few tokens fits into one round whatever the skew, and needs no agreement.
 
-Two transports give the same arrays:
+Two transports give the same results:
 
-| transport | where | moves | collectives |
+| transport | where | moves | collectives of a round |
 |---|---|---|---|
-| "ragged" | TPU, GPU | what there is | 2 `ragged_all_to_all` a round; before the first one `all_to_all` of 2 numbers |
-| "padded" | elsewhere: XLA has no ragged one for CPU | whole buffers | 2 `all_to_all` a round |
+| "ragged" | TPU, GPU | what there is, `ragged_all_to_all` | `all_gather` of three integers a pair, out, back |
+| "padded" | elsewhere: XLA has no ragged one for CPU | whole buffers, `all_to_all` | out, back |
 
-Where there may be more rounds than one, the maximum of an integer comes before the first. Rounds are a loop of a length
-that is known at run time only, so such a step has no reverse-mode derivative.
+The ragged one has room for results of four times the fair share of rows; where more come, it sends back several times.
+Where there may be more rounds than one, the maximum of an integer comes before the first. Loops have a length that is
+known at run time only, so such a step has no reverse-mode derivative.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,19 +34,21 @@ import jax.numpy as jnp
 
 from dsv41.config import DSV41Error
 from dsv41.ops import collectives
-from dsv41.ops.expert_layout import BlockLayout, block_rows, layout_by_expert, sum_in_order
+from dsv41.ops.expert_layout import block_rows, layout_by_expert, sum_in_order
 from dsv41.ops.expert_placement import ExpertPlacement
 from dsv41.ops.expert_transport import ExchangePlan, ExchangeSizes, Padded, Ragged, choose_transport, plan_exchange
 from dsv41.ops.linear import QuantizedArray, WeightFormat
 from dsv41.sharding import MeshAxes, ShardingRules
+from pallas_kernels import formats
 from pallas_kernels.experts.ops import expert_blocks
 from pallas_kernels.quantize import ops as quantize
+from pallas_kernels.rounding import round_to_bf16
 
-# Results that a device makes room for in a round: its share of the memory bound above.
-_ROUND_ROWS = 32768
-# Rows that are gathered for the expert product at a time.
+# Rows that a device makes room for in a round, of tokens that come and, with "padded", of results that go back.
+_ROUND_ROWS = 16384
+# Rows of the expert product at a time.
 _PRODUCT_ROWS = 8192
-# TPUs move rows of whole 512 bytes.
+# Bytes of a row that travels are a multiple: TPUs move whole tiles of 128 words of 32 bits.
 _ROW_BYTES = 512
 
 Stacks = tuple[QuantizedArray, QuantizedArray, QuantizedArray]
@@ -62,6 +66,7 @@ def exchanged_experts(
     placement: ExpertPlacement | None = None,
     transport: str | None = None,
     capacity: int | None = None,
+    at_once: int | None = None,
 ) -> jax.Array:
     """`dsv41.ops.moe.routed_experts` inside `jax.shard_map`, bit for bit.
 
@@ -75,6 +80,7 @@ def exchanged_experts(
       placement: which experts are in the stacks; None: each device has its share of all, in order.
       transport: "ragged" or "padded"; None: by the devices of the mesh.
       capacity: tokens from one device to another in a round; None: as many as memory should take.
+      at_once: results that go back at once where the transport is ragged; None: four times the fair share.
 
     Returns:
       float32 [T, D].
@@ -82,30 +88,34 @@ def exchanged_experts(
     Raises:
       DSV41Error: the placement is for another number of devices or slots; the transport has an unknown name.
     """
+    ragged = choose_transport(transport) == "ragged"
     tokens, k = chosen.shape
-    slots, devices = stacks[0].values.shape[0], collectives.axis_size(rules.experts)
-    transport_of = Ragged if choose_transport(transport) == "ragged" else Padded
     if not tokens:
         return jnp.zeros(x.shape, jnp.float32)
-    capacity = max(_ROUND_ROWS // (devices * min(k, slots)), 1) if capacity is None else capacity
-    sizes = ExchangeSizes(rules.experts, devices, slots, tokens, k, x.shape[1], min(capacity, tokens))
+    slots, devices = stacks[0].values.shape[0], collectives.axis_size(rules.experts)
+    if capacity is None:
+        capacity = max(_ROUND_ROWS // (devices * (1 if ragged else min(k, slots))), 1)
+    capacity = min(capacity, tokens)
+    most = devices * capacity * min(k, slots)
+    if ragged:
+        most = min(most, at_once or min(max(4 * tokens * k, 64), _PRODUCT_ROWS))
+    sizes = ExchangeSizes(rules.experts, devices, slots, tokens, k, x.shape[1], capacity, most)
     owner, slot = _where(chosen, slots, rules.experts, placement)
     plan = plan_exchange(jnp.where(valid[:, None], owner, devices), devices)
-    travel = transport_of(sizes, plan, functools.partial(_rows, _pack(x, stacks[0].format), owner, slot, weights, plan))
+    rows = functools.partial(_rows, _pack(x, stacks[0].format), owner, slot, weights, plan)
+    travel = (Ragged if ragged else Padded)(sizes, plan, rows, rules.tokens)
+    experts = functools.partial(_experts, sizes, stacks, limit)
 
-    def one_round(number: jax.Array | int, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        home, returned = carry
-        y, count = _product(travel.out(number * sizes.capacity), sizes, stacks, limit)
-        return travel.back(home, y, number * sizes.capacity, count, returned), returned + count
+    def one_round(number: jax.Array | int, home: jax.Array) -> jax.Array:
+        return travel.round(number * capacity, home, experts)
 
-    home = jnp.zeros((tokens * k, x.shape[1]), x.dtype), jnp.zeros(devices, jnp.int32)
-    if sizes.capacity == tokens:
+    home = jnp.zeros((tokens * k, x.shape[1]), x.dtype)
+    if capacity == tokens:
         home = one_round(0, home)
     else:
-        # Agreed by all devices that there are, not only by those that exchange, so that none is a round ahead.
-        rounds = -(-jax.lax.pmax(plan.pairs.max(), rules.tokens) // sizes.capacity)
+        rounds = -(-jax.lax.pmax(plan.pairs.max(), rules.tokens) // capacity)
         home = jax.lax.fori_loop(0, rounds, one_round, home)
-    return sum_in_order(home[0][plan.position])
+    return sum_in_order(home[plan.position])
 
 
 def _where(
@@ -139,11 +149,25 @@ def _pack(x: jax.Array, format: WeightFormat) -> jax.Array:
 
 
 def _unpack(rows: jax.Array, width: int) -> jax.Array:
-    """Tokens bfloat16 [..., D] from the beginning of rows that travelled."""
+    """Tokens bfloat16 [..., D] from the beginning of rows that travelled, [..., parts, words]."""
+    rows = rows.reshape(*rows.shape[:-2], -1)
     if rows.dtype == jnp.uint16:
         return jax.lax.bitcast_convert_type(rows[..., :width], jnp.bfloat16)
     values = jax.lax.bitcast_convert_type(rows[..., :width], jnp.float8_e4m3fn)
-    return quantize.dequantize_fp8(values, rows[..., width : width + width // quantize.FP8_GROUP])
+    scales = rows[..., width : width + width // quantize.FP8_GROUP]
+    return jax.lax.platform_dependent(values, scales, tpu=dequantize_by_product, default=quantize.dequantize_fp8)
+
+
+def dequantize_by_product(values: jax.Array, scales: jax.Array) -> jax.Array:
+    """`quantize.dequantize_fp8` with scales spread over channels by a product with zeros and ones, which is exact.
+
+    TPUs are faster at that than at repeating neighbours, for which XLA gives every 32 channels a row of 128. A NaN
+    spoils its whole token, as it does inside any expert.
+    """
+    group_of_channel = jnp.arange(values.shape[-1]) // quantize.FP8_GROUP
+    ones = (jnp.arange(scales.shape[-1])[:, None] == group_of_channel).astype(jnp.bfloat16)
+    spread = jnp.dot(formats.e8m0_to_f32(scales).astype(jnp.bfloat16), ones, preferred_element_type=jnp.float32)
+    return round_to_bf16(formats.e4m3_to_f32(values) * spread)
 
 
 def _words(x: jax.Array, dtype: Any) -> jax.Array:
@@ -157,91 +181,67 @@ def _numbers(words: jax.Array, dtype: Any) -> jax.Array:
     return jax.lax.bitcast_convert_type(words.reshape(words.shape[0], -1, per), dtype)
 
 
-def _packed_width(width: int, dtype: Any) -> int:
-    """Words of a packed token of D channels."""
-    return width if dtype == jnp.uint16 else width + width // quantize.FP8_GROUP
-
-
 def _rows(
     packed: jax.Array, owner: jax.Array, slot: jax.Array, weights: jax.Array, plan: ExchangePlan, pairs: jax.Array
 ) -> jax.Array:
-    """The rows of some pairs [n], of any number, as they travel: [n, words]. Zeros for pairs that do not exist.
+    """The rows of some pairs [n], of any number, as they travel: [n, parts, words]. Zeros for pairs that do not exist.
 
-    A slot travels as its number and one, so that a row of zeros has no expert.
+    A row is the packed token, a gap, K slots and K weights. A slot travels as its number and one, so that a row of
+    zeros has no expert. The words of 32 bits are an axis: TPUs lay out what travels like that, and copy nothing then.
     """
     token = plan.token.at[pairs].get(mode="fill", fill_value=packed.shape[0])
     receiver = plan.receiver.at[pairs].get(mode="fill", fill_value=-1)
     there = owner.at[token].get(mode="fill", fill_value=-2) == receiver[:, None]
     slots = jnp.where(there, slot.at[token].get(mode="fill", fill_value=0) + 1, 0)
     shares = jnp.where(there, weights.at[token].get(mode="fill", fill_value=0), 0)
-    parts = [packed.at[token].get(mode="fill", fill_value=0), *(_words(n, packed.dtype) for n in (slots, shares))]
-    row = jnp.concatenate(parts, axis=1)
-    return jnp.pad(row, ((0, 0), (0, -row.shape[1] % (_ROW_BYTES // row.dtype.itemsize))))
+    numbers = jnp.concatenate([_words(slots, packed.dtype), _words(shares, packed.dtype)], axis=1)
+    token_words = packed.at[token].get(mode="fill", fill_value=0)
+    parts, gap = _row_form(packed.shape[1], numbers.shape[1], packed.dtype.itemsize)
+    row = jnp.concatenate([jnp.pad(token_words, ((0, 0), (0, gap))), numbers], axis=1)
+    return row.reshape(row.shape[0], parts, -1)
 
 
-def _product(rows: jax.Array, sizes: ExchangeSizes, stacks: Stacks, limit: float) -> tuple[jax.Array, jax.Array]:
-    """What this device's experts give for rows that came.
+def _row_form(packed: int, numbers: int, itemsize: int) -> tuple[int, int]:
+    """Parts of a row, and words of the gap, so that the numbers are inside the last part."""
+    parts = 4 // itemsize
+    words = max(packed + numbers, parts * numbers)
+    return parts, -(-words // (_ROW_BYTES // itemsize)) * (_ROW_BYTES // itemsize) - packed - numbers
 
-    Args:
-      rows: [devices * capacity, words] by sender (`_rows`).
 
-    Returns:
-      bfloat16 [devices * room, D]: the results for each sender in the order of its entries, zeros behind them; int32
-      [devices]: how many there are.
-    """
-    shape = sizes.devices, sizes.capacity * sizes.k
-    slot, weights = _entries(rows, sizes)
-    there, nowhere = slot > 0, sizes.devices * sizes.room
+def _experts(
+    sizes: ExchangeSizes, stacks: Stacks, limit: float, came: jax.Array, room: int | None
+) -> Callable[[jax.Array | int], jax.Array]:
+    """This device's experts as `dsv41.ops.expert_transport.Experts`."""
+    slot, weight = _numbers_of(came, sizes)
+    there = (slot > 0).reshape(sizes.devices, -1)
+    if room is None:
+        number = jnp.cumsum(there.reshape(-1), dtype=jnp.int32) - 1
+    else:
+        number = jnp.cumsum(there, axis=1, dtype=jnp.int32) - 1 + room * jnp.arange(sizes.devices)[:, None]
+    most = -(-sizes.devices * sizes.room // sizes.at_once) * sizes.at_once
+    at = jnp.where(there.reshape(-1), number.reshape(-1), most)
+    row = jnp.arange(at.size, dtype=jnp.int32) // sizes.k
+    entries = tuple(
+        jnp.full(most, fill, value.dtype).at[at].set(value, mode="drop")
+        for fill, value in ((came.shape[0], row), (sizes.slots, slot.reshape(-1) - 1), (0, weight.reshape(-1)))
+    )
     # With twice the fair share of rows, most experts fill one block only.
-    share = min(2 * sizes.tokens * sizes.k, nowhere)
-    block = block_rows(share, sizes.slots)
-    chosen = jnp.where(there, slot - 1, sizes.slots)
-    layout = layout_by_expert(chosen, weights, sizes.slots, block=block, most=nowhere)
-    step = max(min(sizes.slots + share // block, _PRODUCT_ROWS // block), 1)
-    y = _through_blocks(rows, layout, stacks, limit, sizes.width, step)
-    number = jnp.cumsum(there.reshape(shape), axis=1, dtype=jnp.int32)
-    at = jnp.where(there.reshape(shape), jnp.arange(sizes.devices)[:, None] * sizes.room + number - 1, nowhere)
-    place = jnp.full(nowhere, y.shape[0], jnp.int32).at[at].set(layout.place.reshape(shape), mode="drop")
-    return y.at[place].get(mode="fill", fill_value=0), number[:, -1]
+    block = block_rows(min(2 * sizes.tokens * sizes.k, sizes.at_once), sizes.slots)
+
+    def results(first: jax.Array | int) -> jax.Array:
+        row, slot, weight = (jax.lax.dynamic_slice_in_dim(a, first, sizes.at_once) for a in entries)
+        layout = layout_by_expert(slot[:, None], weight[:, None], sizes.slots, block=block)
+        source = row.at[layout.source].get(mode="fill", fill_value=came.shape[0])
+        x = _unpack(came.at[source].get(mode="fill", fill_value=0), sizes.width)
+        weights = ((w.values, w.scales) for w in stacks)
+        y = expert_blocks(x, layout.row_weight, layout.block_expert, *weights, limit=limit)
+        return y.reshape(-1, sizes.width).at[layout.place[:, 0]].get(mode="fill", fill_value=0)
+
+    return results
 
 
-def _entries(rows: jax.Array, sizes: ExchangeSizes) -> tuple[jax.Array, jax.Array]:
+def _numbers_of(rows: jax.Array, sizes: ExchangeSizes) -> tuple[jax.Array, jax.Array]:
     """Slots and one, and weights, int32 and float32 [rows, K], of rows that travelled."""
-    first = _packed_width(sizes.width, rows.dtype)
     words = sizes.k * 4 // rows.dtype.itemsize
-    slots, weights = rows[:, first : first + words], rows[:, first + words : first + 2 * words]
-    return _numbers(slots, jnp.int32), _numbers(weights, jnp.float32)
-
-
-def _through_blocks(
-    rows: jax.Array, layout: BlockLayout, stacks: Stacks, limit: float, width: int, step: int
-) -> jax.Array:
-    """The expert product of laid out rows, `step` blocks at a time as far as blocks are in use.
-
-    Returns:
-      bfloat16 [blocks * block, D], or more at the end.
-    """
-    blocks, block = layout.source.shape
-    slots, weights = stacks[0].values.shape[0], [(w.values, w.scales) for w in stacks]
-
-    def product(source: jax.Array, row_weight: jax.Array, block_expert: jax.Array) -> jax.Array:
-        x = _unpack(rows.at[source].get(mode="fill", fill_value=0), width)
-        return expert_blocks(x, row_weight, block_expert, *weights, limit=limit)
-
-    parts = layout.source, layout.row_weight, layout.block_expert
-    if blocks <= step:
-        return product(*parts).reshape(-1, width)
-    fills = rows.shape[0], 0, slots
-    missing = -blocks % step
-    parts = [
-        jnp.pad(a, ((0, missing),) + ((0, 0),) * (a.ndim - 1), constant_values=fill)
-        for a, fill in zip(parts, fills, strict=True)
-    ]
-
-    def one_step(number: jax.Array, y: jax.Array) -> jax.Array:
-        some = (jax.lax.dynamic_slice_in_dim(a, number * step, step) for a in parts)
-        return jax.lax.dynamic_update_slice_in_dim(y, product(*some), number * step, 0)
-
-    used = (layout.block_expert < slots).sum()
-    y = jnp.zeros((blocks + missing, block, width), jnp.bfloat16)
-    return jax.lax.fori_loop(0, -(-used // step), one_step, y).reshape(-1, width)
+    numbers = rows[:, -1, -2 * words :]
+    return _numbers(numbers[:, :words], jnp.int32), _numbers(numbers[:, words:], jnp.float32)

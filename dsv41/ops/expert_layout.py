@@ -30,9 +30,7 @@ def block_rows(rows: int, num_experts: int) -> int:
     return min(max(1 << (share - 1).bit_length(), 8), 128)
 
 
-def layout_by_expert(
-    chosen: jax.Array, weights: jax.Array, num_experts: int, *, block: int, most: int | None = None
-) -> BlockLayout:
+def layout_by_expert(chosen: jax.Array, weights: jax.Array, num_experts: int, *, block: int) -> BlockLayout:
     """Sorts (token, expert) rows by expert and begins a block with each.
 
     Args:
@@ -40,12 +38,10 @@ def layout_by_expert(
       weights: float32 [T, K].
       num_experts: that there are.
       block: rows of a block.
-      most: how many of the T * K rows can exist at once; None: all.
     """
     tokens, k = chosen.shape
     rows = tokens * k
-    most = rows if most is None else most
-    blocks = min(most, most // block + num_experts)
+    blocks = min(rows, rows // block + num_experts)
     expert_of_row = chosen.reshape(rows)
     order = jnp.argsort(expert_of_row, stable=True)
     counts = jnp.zeros(num_experts, jnp.int32).at[expert_of_row].add(1, mode="drop")

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ class ExchangeSizes:
       slots: experts of a device.
       tokens, k, width: T, K, D.
       capacity: tokens from one device to another in a round.
+      at_once: results of a device that go back at once; with "padded", all of a round.
     """
 
     axes: MeshAxes
@@ -38,6 +39,7 @@ class ExchangeSizes:
     k: int
     width: int
     capacity: int
+    at_once: int
 
     @property
     def room(self) -> int:
@@ -92,74 +94,109 @@ def plan_exchange(owner: jax.Array, devices: int) -> ExchangePlan:
     )
 
 
+class Experts(Protocol):
+    """What a device does with rows that came."""
+
+    def __call__(self, came: jax.Array, room: int | None) -> Callable[[jax.Array | int], jax.Array]:
+        """Takes rows [devices * capacity, parts, words] by sender.
+
+        Entries count through the senders; with `room`, those of each sender from a multiple of it on.
+
+        Returns:
+          a function that gives the results of `at_once` entries from a first one on, bfloat16 [at_once, D].
+        """
+
+
 class Padded:
     """Whole buffers: `capacity` rows for each device whether there are as many tokens or not."""
 
-    def __init__(self, sizes: ExchangeSizes, plan: ExchangePlan, rows: Callable[[jax.Array], jax.Array]):
+    def __init__(
+        self, sizes: ExchangeSizes, plan: ExchangePlan, rows: Callable[[jax.Array], jax.Array], token_axes: MeshAxes
+    ):
+        """`rows` makes the rows [n, parts, words] of any pairs int32 [n] as they travel."""
+        del token_axes  # the rounds are agreed on already
         self.sizes, self.plan, self.rows = sizes, plan, rows
 
-    def out(self, start: jax.Array | int) -> jax.Array:
-        """Sends each device its pairs from rank `start` on: what came, [devices * capacity, words] by sender."""
-        plan = self.plan
-        rank = start + jnp.arange(self.sizes.capacity)
-        pair = jnp.where(rank < plan.pairs[:, None], plan.first_pair[:, None] + rank, plan.token.shape[0])
-        return collectives.exchange(self.rows(pair.reshape(-1)), self.sizes.axes)
-
-    def back(
-        self, home: jax.Array, y: jax.Array, start: jax.Array | int, count: jax.Array, returned: jax.Array
-    ) -> jax.Array:
-        """Returns what the product gave and takes in what others return.
+    def round(self, start: jax.Array | int, home: jax.Array, experts: Experts) -> jax.Array:
+        """Sends each device its pairs from rank `start` on, and takes in what comes back for them.
 
         Args:
+          start: a multiple of the capacity.
           home: bfloat16 [T * K, D] in the plan's order, as far as earlier rounds filled it.
-          y: bfloat16 [devices * room, D]: results by receiver, in the order in which its entries came.
-          start: as in `out`.
-          count, returned: int32 [devices], results for each receiver in this round, and in earlier ones.
+          experts: what is done with the tokens of others meanwhile.
+
+        Returns:
+          home with the results of this round.
         """
         plan, sizes = self.plan, self.sizes
-        came = collectives.exchange(y, sizes.axes)
+        rank = start + jnp.arange(sizes.capacity)
+        pair = jnp.where(rank < plan.pairs[:, None], plan.first_pair[:, None] + rank, plan.token.shape[0])
+        came = collectives.exchange(self.rows(pair.reshape(-1)), sizes.axes)
+        back = collectives.exchange(experts(came, sizes.room)(0), sizes.axes)
         now = _of_round(plan, sizes, start)
-        before = _by_owner(plan, sizes, plan.rank < start)
         owner = jnp.minimum(plan.owner, sizes.devices - 1)
-        at = owner * sizes.room + jnp.arange(plan.owner.size) - (plan.first_entry + before)[owner]
-        return jnp.where(now[:, None], came[jnp.where(now, at, 0)], home)
+        first = plan.first_entry + _by_owner(plan, sizes, plan.rank < start)
+        at = owner * sizes.room + jnp.arange(plan.owner.size) - first[owner]
+        return jnp.where(now[:, None], back[jnp.where(now, at, 0)], home)
 
 
 class Ragged:
-    """Only the rows that there are; methods as those of `Padded`."""
+    """Only the rows that there are; methods as those of `Padded`.
 
-    def __init__(self, sizes: ExchangeSizes, plan: ExchangePlan, rows: Callable[[jax.Array], jax.Array]):
-        self.sizes, self.plan = sizes, plan
+    All devices hear how much each sends to each, and so know all sizes and places of both ways.
+    """
+
+    def __init__(
+        self, sizes: ExchangeSizes, plan: ExchangePlan, rows: Callable[[jax.Array], jax.Array], token_axes: MeshAxes
+    ):
+        self.sizes, self.plan, self.token_axes = sizes, plan, token_axes
         self.rows = rows(jnp.arange(plan.token.shape[0]))
-        told = collectives.exchange(jnp.stack([plan.pairs, plan.first_entry], axis=1), sizes.axes)
-        self.coming, self.first_at_home = told[:, 0], told[:, 1]
 
-    def out(self, start: jax.Array | int) -> jax.Array:
+    def round(self, start: jax.Array | int, home: jax.Array, experts: Experts) -> jax.Array:
         plan, sizes = self.plan, self.sizes
-        mine = collectives.axis_index(sizes.axes) * sizes.capacity
-        return jax.lax.ragged_all_to_all(
+        me = collectives.axis_index(sizes.axes)
+        pairs = jnp.clip(plan.pairs - start, 0, sizes.capacity)
+        first = plan.first_entry + _by_owner(plan, sizes, plan.rank < start)
+        entries = _by_owner(plan, sizes, _of_round(plan, sizes, start))
+        # [devices that send, devices that receive, 3]
+        told = collectives.gather(jnp.stack([pairs, entries, first], axis=-1)[None], sizes.axes)
+        came = jax.lax.ragged_all_to_all(
             self.rows,
-            jnp.zeros((sizes.devices * sizes.capacity, self.rows.shape[1]), self.rows.dtype),
+            jnp.zeros((sizes.devices * sizes.capacity, *self.rows.shape[1:]), self.rows.dtype),
             jnp.minimum(plan.first_pair + start, self.rows.shape[0]),
-            jnp.clip(plan.pairs - start, 0, sizes.capacity),
-            jnp.full(sizes.devices, mine, jnp.int32),
-            jnp.clip(self.coming - start, 0, sizes.capacity),
+            pairs,
+            jnp.full(sizes.devices, me * sizes.capacity, jnp.int32),
+            told[:, me, 0],
             axis_name=sizes.axes,
         )
+        results = experts(came, None)
+        before = jnp.cumsum(told[..., 1], axis=0) - told[..., 1]
 
-    def back(
-        self, home: jax.Array, y: jax.Array, start: jax.Array | int, count: jax.Array, returned: jax.Array
-    ) -> jax.Array:
-        plan, sizes = self.plan, self.sizes
-        return jax.lax.ragged_all_to_all(
-            y,
-            home,
-            jnp.arange(sizes.devices, dtype=jnp.int32) * sizes.room,
-            count,
-            self.first_at_home + returned,
-            _by_owner(plan, sizes, _of_round(plan, sizes, start)),
-            axis_name=sizes.axes,
-        )
+        def part(number: jax.Array | int, home: jax.Array) -> jax.Array:
+            """Entries from a first one on, counted on each device through those that came there."""
+            begin = number * sizes.at_once
+            skipped, end = (jnp.clip(bound - before, 0, told[..., 1]) for bound in (begin, begin + sizes.at_once))
+            return jax.lax.ragged_all_to_all(
+                results(begin),
+                home,
+                jnp.clip(before[:, me] - begin, 0, sizes.at_once),
+                (end - skipped)[:, me],
+                told[:, me, 2] + skipped[:, me],
+                (end - skipped)[me],
+                axis_name=sizes.axes,
+            )
+
+        if sizes.at_once >= sizes.devices * sizes.room:
+            return part(0, home)
+        parts = -(-told[..., 1].sum(axis=0).max() // sizes.at_once)
+        return jax.lax.fori_loop(0, agreed(parts, sizes.axes, self.token_axes), part, home)
+
+
+def agreed(count: jax.Array, axes: MeshAxes, token_axes: MeshAxes) -> jax.Array:
+    """The largest of a number that is the same along `axes`: no device may be a round ahead, also of those that it
+    does not exchange with."""
+    others = tuple(axis for axis in token_axes if axis not in axes)
+    return jax.lax.pmax(count, others) if others else count
 
 
 def _of_round(plan: ExchangePlan, sizes: ExchangeSizes, start: jax.Array | int) -> jax.Array:
@@ -173,7 +210,7 @@ def _by_owner(plan: ExchangePlan, sizes: ExchangeSizes, entries: jax.Array) -> j
 
 
 def choose_transport(asked: str | None = None) -> str:
-    """ "ragged" or "padded"; by the devices of the mesh in use unless asked for. Says once which.
+    """The transport's name, "ragged" or "padded"; by the devices of the mesh in use unless asked for. Says once which.
 
     Raises:
       DSV41Error: there is no such transport.
