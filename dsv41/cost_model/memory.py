@@ -22,9 +22,10 @@ _KINDS = (
     ("attn", "attention"),
     ("hc_attn_fn", "mHC mixes"),
     ("hc_ffn_fn", "mHC mixes"),
+    ("markov_head", "Markov head"),
     ("embed", "embedding"),
     ("head", "head"),
-    ("main_proj", "drafter input"),
+    ("main_proj", "input of the drafter"),
 )
 _CACHE = {
     "main": "main KV", "index": "index keys", "window": "window KV", "draft_window": "drafter window KV",
@@ -47,7 +48,7 @@ def local_shapes(tree: Any) -> Iterator[tuple[tuple[str, ...], Shape]]:
 def kept_shapes(step: Step) -> list[Shape]:
     """One device's parts of what no collective of a step should move: weights and page pools."""
     pools = (step.cache.main, step.cache.index)
-    return [shape for tree in (step.params, pools) for _, shape in local_shapes(tree)]
+    return [shape for tree in (step.params, step.drafter, pools) for _, shape in local_shapes(tree)]
 
 
 def _key(entry: Any) -> str:
@@ -63,7 +64,7 @@ def kind_of(path: tuple[str, ...]) -> str:
 
 
 def parameter_bytes(params: Any) -> dict[str, int]:
-    """Bytes of a device's parameters by kind, largest first."""
+    """Bytes of a device's parameters of backbone or drafter by kind, largest first."""
     return _totals((kind_of(path), shape) for path, shape in local_shapes(params))
 
 

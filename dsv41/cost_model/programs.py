@@ -15,7 +15,9 @@ from dsv41.cache import ForwardBatch, KVCache, cache_specs
 from dsv41.cache.kv_cache import abstract_cache
 from dsv41.cache.layout import CacheLayout
 from dsv41.config import DSV41Error, ModelConfig, layer_schedule
+from dsv41.cost_model.greedy_round import compiled_greedy_round
 from dsv41.models.backbone import abstract_params
+from dsv41.models.drafter import abstract_drafter_params
 from dsv41.models.sharded import compiled_forward, param_shardings, param_specs
 from dsv41.sharding import ShardingRules, parse_mesh, preset_rules
 
@@ -27,8 +29,8 @@ class StepSizes:
     """One step of a model.
 
     Attributes:
-      program: "decode": a token a row; "verify": a token and its drafts, logits of all; "prefill": a chunk of a prompt
-        through the encoder and the last `sliding_window` of its tokens through the decoder.
+      program: "decode": a token a row; "verify": a token and its drafts, then the next drafts (`greedy_round`);
+        "prefill": a chunk of a prompt through the encoder, its last `sliding_window` tokens through the decoder too.
       rows: sequences, of all devices together.
       context: tokens that each of them may have in the cache.
       tokens: new tokens of each row in a step of prefill; the other programs have their own number.
@@ -67,8 +69,8 @@ class StepSizes:
 
     def new_tokens(self, config: ModelConfig) -> int:
         """Of each row."""
-        drafts = config.text_config.dspark_block_size if config.text_config.num_nextn_predict_layers else 0
-        return {"decode": 1, "verify": 1 + drafts, "prefill": self.tokens}[self.program]
+        verified = 1 + config.text_config.dspark_block_size
+        return {"decode": 1, "verify": verified, "prefill": self.tokens}[self.program]
 
     def tail(self, config: ModelConfig) -> int | None:
         """Tokens of a row that go through the decoder; None: all."""
@@ -84,6 +86,7 @@ class Step:
     Attributes:
       function: jitted.
       params, batch, cache: its arguments as `jax.ShapeDtypeStruct` with shardings.
+      drafter: likewise, parameters; None for a program that does not draft.
       static: its static arguments.
     """
 
@@ -91,17 +94,20 @@ class Step:
     params: Any
     batch: ForwardBatch
     cache: KVCache
+    drafter: Any
     static: Mapping[str, Any]
 
     def lower(self) -> jax.stages.Lowered:
-        return self.function.lower(self.params, self.batch, self.cache, **self.static)
+        models = (self.params,) if self.drafter is None else (self.params, self.drafter)
+        return self.function.lower(*models, self.batch, self.cache, **self.static)
 
 
 def abstract_step(config: ModelConfig, sizes: StepSizes, mesh: Mesh) -> Step:
     """The step of `sizes` on `mesh`, whose axes have the sizes that it names.
 
     Raises:
-      DSV41Error: rows or pages do not divide over the mesh, or a parameter does not; names it.
+      DSV41Error: rows do not divide over the mesh, or a parameter does not, which it names; the context is longer than
+        the model's; or there is no drafter to verify for.
     """
     c, rules = config.text_config, sizes.rules_for(config)
     shards = math.prod(sizes.mesh_sizes[axis] for axis in rules.batch)
@@ -112,15 +118,18 @@ def abstract_step(config: ModelConfig, sizes: StepSizes, mesh: Mesh) -> Step:
     tokens, tail = sizes.new_tokens(config), sizes.tail(config)
     if sizes.context < tokens or sizes.context > c.max_position_embeddings:
         raise DSV41Error(f"context={sizes.context}: expected {tokens} to {c.max_position_embeddings} tokens")
-    layout = CacheLayout.from_config(c, draft_tokens=tokens - 1 if sizes.program == "verify" else 0)
+    verify = sizes.program == "verify"
+    if verify and not c.num_nextn_predict_layers:
+        raise DSV41Error("program 'verify': the model has no drafter")
+    layout = CacheLayout.from_config(c, draft_tokens=tokens - 1 if verify else 0)
     pages = sizes.rows * layout.pages_for(sizes.context)
     cache = abstract_cache(c, layout, num_slots=sizes.rows, max_tokens=sizes.context, num_pages=pages)
-    static: dict[str, Any] = {"config": config, "logits": "all" if sizes.program == "verify" else "last", "tail": tail}
-    if sizes.program == "verify" and c.num_nextn_predict_layers:
-        static["capture"] = ("taps",)
+    static = {"config": config} if verify else {"config": config, "logits": "last", "tail": tail}
+    drafter = abstract_drafter_params(config) if verify else None
     return Step(
-        function=compiled_forward(mesh, rules),
+        function=(compiled_greedy_round if verify else compiled_forward)(mesh, rules),
         params=param_shardings(abstract_params(config), param_specs(config, rules), mesh),
+        drafter=param_shardings(drafter, param_specs(config, rules, "drafter"), mesh) if verify else None,
         batch=_abstract_batch(config, sizes.rows, tokens, tail, NamedSharding(mesh, rules.spec("batch"))),
         cache=with_shardings(cache, cache_specs(cache, rules), mesh),
         static=static,

@@ -102,7 +102,8 @@ def step_cost(config: ModelConfig, sizes: StepSizes, step: Step, compiled: jax.s
     moved = counted.get("bytes accessed", 0.0)
     sent = sum(kind.sent_bytes for kind in kinds)
     return StepCost(
-        parameters=parameter_bytes(step.params),
+        parameters=parameter_bytes(step.params)
+        | {f"drafter, {kind}": size for kind, size in parameter_bytes(step.drafter).items()},
         cache=cache_bytes(step.cache),
         batch=total_bytes(step.batch),
         footprint=Footprint(

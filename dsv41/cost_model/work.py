@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from dsv41.config import LayerSpec, ModelConfig, TextConfig, layer_schedule
+from dsv41.cost_model.hlo import Shape
 from dsv41.cost_model.memory import kind_of, local_shapes
 from dsv41.cost_model.programs import Step, StepSizes
 from dsv41.sharding import ShardingRules
@@ -83,23 +84,39 @@ def step_work(config: ModelConfig, sizes: StepSizes, step: Step) -> Work:
     flops: Counter[str] = Counter()
     moved: Counter[str] = Counter()
     for path, shape in local_shapes(step.params):
-        kind = kind_of(path)
-        layer = int(path[1]) if path[0] == "layers" else None
-        tokens = decoder if layer is not None and layer >= schedule.decoder_start else encoder
-        used = _used_share(c, kind, tokens)
-        if kind == "embedding":
-            moved[kind] += encoder.own * shape.dims[1] * 2
-            continue
-        moved[kind] += shape.bytes * used
-        if len(shape.dims) < 2 or path[-1] == _SCALES:
-            continue
-        weights = math.prod(shape.dims) * (_PACKED.get(shape.dtype, 1))
-        flops[kind] += 2 * weights * _rows_of(kind, c, tokens, sizes, step, shape.dims[0])
+        in_decoder = path[0] == "layers" and int(path[1]) >= schedule.decoder_start
+        tokens = decoder if in_decoder else encoder
+        _add_weight(c, path, shape, tokens, _head_rows(sizes, c, step, shape), flops, moved)
     for spec in schedule.layers:
         tokens = decoder if spec.in_decoder else encoder
         _attention(c, spec, sizes.context, tokens, sharing, flops, moved)
         moved["residual streams"] += 2 * tokens.own * (2 * c.hc_mult + 2) * c.hidden_size * 2
+    if step.drafter is not None:
+        block = Tokens.of(sizes.rows, c.dspark_block_size, mesh, rules)
+        inner: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+        drafter = dataclasses.replace(
+            c, n_routed_experts=c.dspark_n_routed_experts, num_experts_per_tok=c.dspark_num_experts_per_tok
+        )
+        for path, shape in local_shapes(step.drafter):
+            tokens = encoder if "main_proj" in path else block
+            _add_weight(drafter, path, shape, tokens, block.joined, *inner)
+        flops["drafter"], moved["drafter"] = (sum(part.values()) for part in inner)
     return Work(flops=dict(flops.most_common()), bytes=dict(moved.most_common()))
+
+
+def _add_weight(
+    c: TextConfig, path: tuple[str, ...], shape: Shape, tokens: Tokens, head_rows: float, flops: Counter, moved: Counter
+) -> None:
+    """Adds one device's part of a parameter: read once, and multiplied with every row that meets it."""
+    kind = kind_of(path)
+    if kind == "embedding" or path[-2:] == ("embed", "weight"):
+        moved[kind] += tokens.own * shape.dims[1] * 2  # rows of it, no product
+        return
+    moved[kind] += shape.bytes * _used_share(c, kind, tokens)
+    if len(shape.dims) < 2 or path[-1] == _SCALES:
+        return
+    weights = math.prod(shape.dims) * _PACKED.get(shape.dtype, 1)
+    flops[kind] += 2 * weights * _rows_of(kind, c, tokens, head_rows)
 
 
 def _used_share(c: TextConfig, kind: str, tokens: Tokens) -> float:
@@ -109,21 +126,23 @@ def _used_share(c: TextConfig, kind: str, tokens: Tokens) -> float:
     return 1 - (1 - c.num_experts_per_tok / c.n_routed_experts) ** tokens.everywhere
 
 
-def _rows_of(kind: str, c: TextConfig, tokens: Tokens, sizes: StepSizes, step: Step, leading: int) -> float:
-    """Rows that a device multiplies with each of its weights of a kind.
-
-    Args:
-      leading: first axis of the device's part: its experts, where there is one for each.
-    """
+def _rows_of(kind: str, c: TextConfig, tokens: Tokens, head_rows: float) -> float:
+    """Rows that a device multiplies with each of its weights of a kind."""
     if kind == "routed experts":
         # All devices share the rows of all experts evenly; each row meets one expert.
         return tokens.everywhere * c.num_experts_per_tok / c.n_routed_experts
-    if kind == "head":
-        parts = c.vocab_size // leading
-        rows = sizes.rows * (sizes.new_tokens(step.static["config"]) if step.static["logits"] == "all" else 1)
-        # A device multiplies its part of the vocabulary with the rows of all devices that have other parts.
-        return rows / sizes.devices * parts
+    if kind in ("head", "Markov head"):
+        return head_rows
     return tokens.joined if kind in _JOINED else tokens.own
+
+
+def _head_rows(sizes: StepSizes, c: TextConfig, step: Step, head: Shape) -> float:
+    """Rows that a device multiplies with its part of the head: those of all devices that have other parts.
+
+    A step that verifies makes logits of all tokens, and of the block that it drafts.
+    """
+    of_row = step.batch.tokens.shape[1] + c.dspark_block_size if step.drafter is not None else 1
+    return sizes.rows * of_row / sizes.devices * (c.vocab_size // head.dims[0])
 
 
 def _attention(

@@ -134,6 +134,20 @@ def test_context_costs_by_the_entries_that_are_scored(released):
     assert away.flops["index scores"] == away.bytes["index keys"] / key * 2 * 32 * 128
 
 
+def test_a_round_has_the_drafter_too(released):
+    """Its parameters are the files', and its work that of a block of drafts; the head sees both."""
+    _, step = step_of(released, program="verify", rows=1, context=65536)
+    work = step_work(released, *step_of(released, program="verify", rows=1, context=65536))
+    assert total_bytes(step.drafter) == sum(s.nbytes for s in inventory(released).values() if s.part == "drafter")
+    assert step.batch.tokens.shape == (1, 6) and len(step.cache.draft_window) == 3
+    one = step_work(released, *step_of(released, program="decode", rows=1, context=65536))
+    assert work.flops["attention"] == 6 * one.flops["attention"]
+    assert work.flops["head"] == (6 + 5) * one.flops["head"]
+    # Three stages of 40 layers' size with half of the experts, and the Markov head: each of 5 tokens.
+    layer = (one.flops["attention"] + one.flops["shared experts"] + one.flops["routed experts"] / 2) / 40
+    assert 1.0 < work.flops["drafter"] / (5 * 3 * layer) < 1.5
+
+
 def test_prefill_runs_the_decoder_on_the_tail(released):
     sizes, step = step_of(released, program="prefill", rows=1, context=65536, tokens=4096)
     assert step.static["tail"] == 128 and step.batch.tokens.shape == (1, 4096)
@@ -160,6 +174,11 @@ def test_prefill_runs_the_decoder_on_the_tail(released):
 def test_bad_sizes(tiny, sizes, message):
     with pytest.raises(DSV41Error, match=message):
         step_of(tiny, **sizes)
+
+
+def test_nothing_to_verify_without_a_drafter():
+    with pytest.raises(DSV41Error, match="no drafter"):
+        step_of(load_config(CONFIGS / "flash_groups.json"), program="verify", rows=1, context=128)
 
 
 def test_kinds_cover_all_parameters(released):
