@@ -30,7 +30,7 @@ from rich.table import Table
 from dsv41.checkpoint.random_model import random_model
 from dsv41.checkpoint.random_tables import random_store, with_table_rows
 from dsv41.config import DSV41Error
-from dsv41.engine.engram_bench import BenchPlan, Rate, cases, decode_rate, prefill_rate, transfer_rates
+from dsv41.engine.engram_bench import BenchPlan, Rate, cases, decode_rate, prefill_rate, transfer_rates, warm_up
 from dsv41.models import Model
 from launch.cli import new_flags, run
 from launch.engram import engram_report
@@ -54,6 +54,7 @@ _DEVICE_BYTES = flags.DEFINE_integer(
 _MODES = flags.DEFINE_list(
     "modes", ["none", "blocking", "overlap", "device"], "Which of them to run.", flag_values=FLAGS
 )
+_PARALLEL = flags.DEFINE_bool("parallel", False, "Compile independent programs at once.", flag_values=FLAGS)
 _TRACE = flags.DEFINE_bool("trace", False, "Also trace some steps.", flag_values=FLAGS)
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object instead of text.", flag_values=FLAGS)
 
@@ -167,7 +168,10 @@ def main() -> None:
         chunk=_CHUNK.value,
         traced=_TRACED_STEPS if _TRACE.value else 0,
     )
-    found = measure(model, plan, _MODES.value, store.nbytes <= _DEVICE_BYTES.value)
+    device = store.nbytes <= _DEVICE_BYTES.value
+    if _PARALLEL.value:
+        warm_up(model, plan, _MODES.value, device)
+    found = measure(model, plan, _MODES.value, device)
     columns = (text.engram_max_ngram_size - 1) * text.engram_n_heads * len(text.engram_layer_ids)
     token_bytes = columns * store.tables[0].row_bytes
     sizes = [n * token_bytes for n in (plan.rows, plan.chunk) if n]

@@ -14,13 +14,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from dsv41.cache import ForwardBatch, KVCache
 from dsv41.engine.engram_mode import EngramMeter, EngramMode, StallClock
-from dsv41.engine.step_batch import Known, known_tokens, step_rows, with_rows
+from dsv41.engine.step_batch import Known, step_rows, with_rows
 from dsv41.engram_store import StepLookup
 from dsv41.models import Model, compiled_segment, segment_params, step_segments
 from dsv41.models.sharded import on_mesh
@@ -33,13 +32,13 @@ class Flight:
 
     Attributes:
       batch: without Engram rows.
-      rows: those that it gives a token; others are padding.
+      history: int32 [B, N - 1] the tokens before its own, newest last, -1 where there is none.
       begun: programs of it that run already.
       left: what the last of them made: a `Carry`, or the logits if there are no more; None if none was started.
     """
 
     batch: ForwardBatch
-    rows: tuple[int, ...]
+    history: np.ndarray
     begun: int = 0
     left: object = None
 
@@ -82,12 +81,11 @@ class DecodeSteps:
         step = model.place_rows((tokens, history, valid))
         return _compiled_look_up(model.mesh, model.rules)(model.device_lookup, *step)
 
-    def open(self, flight: Flight, history: np.ndarray, cache: KVCache) -> KVCache:
+    def open(self, flight: Flight, cache: KVCache) -> KVCache:
         """Starts what needs no rows from the host; returns the cache.
 
         Args:
           flight: the step; nothing of it is started.
-          history: int32 [B, N - 1] the tokens before its own, newest last, -1 where there is none.
           cache: is consumed.
         """
         valid = flight.batch.num_new[:, None] > 0
@@ -98,7 +96,7 @@ class DecodeSteps:
         elif self._mode is None:
             flight.left, cache, _ = self._model.forward(flight.batch, cache)
         elif self._mode is EngramMode.DEVICE:
-            rows = self.device_rows(flight.batch.tokens, history, valid)
+            rows = self.device_rows(flight.batch.tokens, flight.history, valid)
             flight.left, cache, _ = self._model.forward(with_rows(flight.batch, rows), cache)
         return cache
 
@@ -127,16 +125,16 @@ class DecodeSteps:
 
     def _finish_segments(self, flight: Flight, known: Mapping[int, Known], cache: KVCache) -> tuple[jax.Array, KVCache]:
         model = self._model
-        tokens, history, valid = known_tokens(model, self._shape, known)
-        windows = model.host_lookup.windows(tokens, history)
+        # What the device waits for: nothing here may cost more a row than it must.
+        tokens, valid, rows = np.zeros(self._shape, np.int32), np.zeros(self._shape, bool), list(known)
+        tokens[rows, 0], valid[rows] = [new[0] for new, _ in known.values()], True
+        windows = model.host_lookup.windows(tokens, flight.history)
         for segment in self._segments[flight.begun :]:
-            rows, clock = None, StallClock(None if flight.left is None else flight.left.residual.streams)
+            found, clock = None, StallClock(None if flight.left is None else flight.left.residual.streams)
             for ordinal in segment.engrams:
-                found = model.host_lookup.layer_rows(ordinal, windows, valid)
-                clock.look()
-                rows = tuple(None if x is None else jnp.asarray(x) for x in found)
+                found = tuple(model.host_lookup.layer_rows(ordinal, windows, valid))
             self._meter.stall_s += clock.stop()
-            cache = self._run(flight, rows, cache)
+            cache = self._run(flight, found, cache)
         return flight.left, cache
 
     def _run(self, flight: Flight, rows: tuple | None, cache: KVCache) -> KVCache:

@@ -24,7 +24,8 @@ from dsv41.engine.speculative_step import (
     compiled_round,
     request_state,
 )
-from dsv41.engine.step_batch import idle_batch, step_batch
+from dsv41.engine.step_batch import Known, Shape, idle_batch, step_batch, step_rows, with_rows
+from dsv41.engram_store import DEVICE_BYTES, Prefetcher
 from dsv41.models import Model, token_bucket
 from dsv41.ops.sampling import SamplingParams, sampling_arrays
 
@@ -36,6 +37,23 @@ class _Flight:
     output: RoundOutput
     requests: list[tuple[int, EngineRequest]]
     stamp: np.ndarray | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunks:
+    """Chunks of prompts in the rows of a step: which they are, and their tokens."""
+
+    key: tuple[tuple[int, int, int], ...]
+    known: dict[int, Known]
+
+    @classmethod
+    def of(cls, requests: Sequence[EngineRequest], sizes: Sequence[int]) -> _Chunks:
+        """The next `sizes` tokens of the requests."""
+        parts = [(r, r.cursor, r.cursor + size) for r, size in zip(requests, sizes, strict=True)]
+        return cls(
+            tuple((r.id, begin, end) for r, begin, end in parts),
+            {i: (r.ids[begin:end], r.ids[:begin]) for i, (r, begin, end) in enumerate(parts)},
+        )
 
 
 class EngineRunner:
@@ -66,6 +84,9 @@ class EngineRunner:
         self._stop = np.full((self.rows, options.stop_ids), -1, np.int32)
         self._inputs: RoundInputs | None = None
         self._flying: collections.deque[_Flight] = collections.deque()
+        # Rows of small tables are not worth a thread.
+        large = model.engram is not None and model.engram.nbytes > DEVICE_BYTES
+        self._ahead: Prefetcher[tuple] | None = Prefetcher(depth=1) if large and model.engram.whole else None
 
     def _all_pages(self) -> int:
         layout = CacheLayout.from_config(self._model.config.text_config)
@@ -120,13 +141,11 @@ class EngineRunner:
     def prefill(self, requests: Sequence[EngineRequest], sizes: Sequence[int]) -> list[int | None]:
         """Forwards the next tokens of prompts; the token behind each prompt that is in now."""
         shape = (self._options.prefill_rows, self.chunk)
-        taken = {
-            i: (r.ids[r.cursor : r.cursor + size], r.ids[: r.cursor])
-            for i, (r, size) in enumerate(zip(requests, sizes, strict=True))
-        }
+        chunks = _Chunks.of(requests, sizes)
         images = {i: r.embeds for i, r in enumerate(requests) if r.embeds is not None}
         slots = {i: r.row for i, r in enumerate(requests)}
-        batch = step_batch(self._model, shape, taken, images, slots)
+        batch = step_batch(self._model, shape, chunks.known, images, slots, engram=False)
+        batch = with_rows(batch, self._engram_rows(chunks, shape))
         for request, size in zip(requests, sizes, strict=True):
             request.cursor += size
         ends = [r.cursor == r.target for r in requests]
@@ -135,10 +154,29 @@ class EngineRunner:
         params = [r.sampling for r in requests] + [GREEDY] * (shape[0] - len(requests))
         drawn = [r.new_tokens for r in requests] + [0] * (shape[0] - len(requests))
         ids = self._forward(batch, params, drawn, any(ends))
+        self._look_ahead([r for r, end in zip(requests, ends, strict=True) if not end], shape)
         if not any(ends):
             return [None] * len(requests)
         ids = jax.device_get(ids)
         return [int(ids[i]) if end else None for i, end in enumerate(ends)]
+
+    def _engram_rows(self, chunks: _Chunks, shape: Shape) -> tuple | None:
+        """Rows of a step, waited for unless `_look_ahead` foresaw it; None without Engram."""
+        if self._model.engram is None:
+            return None
+        found = None if self._ahead is None else self._ahead.take(chunks.key)
+        return self._model.join_rows(step_rows(self._model, shape, chunks.known)) if found is None else found
+
+    def _look_ahead(self, requests: Sequence[EngineRequest], shape: Shape) -> None:
+        """Has the rows of these prompts' next chunks fetched meanwhile; in vain if other requests join them."""
+        if self._ahead is None:
+            return
+        self._ahead.forget()
+        tail = self._window if self._options.prefill == CED else 0
+        if requests:
+            chunks = _Chunks.of(requests, [r.chunk(self.chunk, tail) for r in requests])
+            model = self._model
+            self._ahead.ask(chunks.key, lambda: model.place_rows(tuple(step_rows(model, shape, chunks.known))))
 
     def _with_limits(
         self, batch: ForwardBatch, requests: Sequence[EngineRequest], tails: Sequence[int]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -60,7 +62,8 @@ class Rate:
     traced: int
 
 
-def without_engram(model: Model) -> Model:
+@functools.cache
+def _without_engram(model: Model) -> Model:
     """The same layers without their Engram, to compare with."""
     config = with_overrides(
         model.config, {"text_config.engram_layer_ids": "[]", "text_config.engram_num_embeddings": "[]"}
@@ -186,9 +189,28 @@ def transfer_rates(nbytes: int, *, times: int = 20) -> dict[str, float]:
     return rates
 
 
+def warm_up(model: Model, plan: BenchPlan, names: Sequence[str], device: bool) -> None:
+    """Compiles what the runs need, independent programs at the same time, each in a thread."""
+    chosen = [case for case in cases(model, device) if case[0] in names]
+    short = dataclasses.replace(plan, new_tokens=2, prompt=min(plan.prompt, 2 * plan.chunk), traced=0)
+
+    def run(rate_of: Callable[..., Rate], group: tuple[str, ...]) -> None:
+        for name, case, mode in chosen:
+            if name in group:
+                rate_of(case, mode, short)
+
+    # Cases of one group share programs, which two threads would both compile.
+    jobs = [(decode_rate, ("none",)), (decode_rate, ("blocking", "device")), (decode_rate, ("overlap",))]
+    if plan.prompt:
+        jobs += [(prefill_rate, ("none",)), (prefill_rate, ("blocking", "overlap", "device"))]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        for done in [pool.submit(run, *job) for job in jobs]:
+            done.result()
+
+
 def cases(model: Model, device: bool) -> Iterator[tuple[str, Model, EngramMode]]:
     """What is compared: (name, model, mode)."""
-    yield "none", without_engram(model), EngramMode.AUTO
+    yield "none", _without_engram(model), EngramMode.AUTO
     yield "blocking", model, EngramMode.BLOCKING
     yield "overlap", model, EngramMode.OVERLAP
     if device:

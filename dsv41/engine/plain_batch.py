@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -136,7 +135,7 @@ class PlainBatch:
     def _warm_up_decoding(self) -> None:
         if self._is_new("decode"):
             batch = idle_batch(self._model, self._decode_shape)
-            flight = self._opened(batch, {}, self._model.look_back([], self._rows).astype(np.int32))
+            flight = self._opened(batch, self._model.look_back([], self._rows))
             logits, self._cache = self._decoding.finish(flight, {}, self._cache)
             jax.block_until_ready((self._cache, self._drawn(logits, [])))
 
@@ -218,13 +217,13 @@ class PlainBatch:
         flight, self._flight = self._flight, None
         if flight is None:
             batch = step_batch(self._model, self._decode_shape, taken, engram=False)
-            flight = self._opened(batch, taken, known_tokens(self._model, self._decode_shape, taken)[1])
+            flight = self._opened(batch, known_tokens(self._model, self._decode_shape, taken)[1])
         logits, self._cache = self._decoding.finish(flight, taken, self._cache)
         return self._drawn(logits, list(rows))
 
-    def _opened(self, batch: ForwardBatch, rows: Iterable[int], history: np.ndarray) -> Flight:
-        flight = Flight(batch, tuple(rows))
-        self._cache = self._decoding.open(flight, history, self._cache)
+    def _opened(self, batch: ForwardBatch, history: np.ndarray) -> Flight:
+        flight = Flight(batch, history.astype(np.int32))
+        self._cache = self._decoding.open(flight, self._cache)
         return flight
 
     def _feed(self, drawn: _Drawn) -> None:
@@ -236,7 +235,7 @@ class PlainBatch:
         if not going:
             return
         num_new, start = np.zeros(self._rows, np.int32), np.zeros(self._rows, np.int32)
-        history = self._model.look_back([()] * self._rows, self._rows)
+        history = self._model.look_back([], self._rows)
         num_new[list(going)] = 1
         start[list(going)] = [len(r.ids) for r in going.values()]
         history[list(going)] = self._model.look_back([r.ids for r in going.values()], len(going))
@@ -249,7 +248,7 @@ class PlainBatch:
             engram_values=None,
             engram_scales=None,
         )
-        self._flight = self._opened(batch, going, history.astype(np.int32))
+        self._flight = self._opened(batch, history)
 
     def _drawn(self, logits: jax.Array, rows: list[int]) -> _Drawn:
         numbers = np.zeros(self._rows, np.int32)
@@ -258,8 +257,8 @@ class PlainBatch:
         return _Drawn(*_draw(logits, self._params, numbers, self._model.config.image_token_id), rows, numbers)
 
     def _fetched(self, drawn: _Drawn) -> list[tuple[int, int]]:
-        ids = fetch(drawn.ids)
-        return [(i, self._checked(i, int(ids[i]), drawn.numbers[i])) for i in drawn.rows]
+        ids = fetch(drawn.ids).tolist()
+        return [(i, self._checked(i, ids[i], drawn.numbers[i])) for i in drawn.rows]
 
     @staticmethod
     def _checked(row: int, token: int, number: int) -> int:

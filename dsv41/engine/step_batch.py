@@ -75,10 +75,10 @@ def known_tokens(model: Model, shape: Shape, rows: Mapping[int, Known]) -> tuple
     tokens, valid = np.zeros(shape, np.int32), np.zeros(shape, bool)
     for i, (new, _) in rows.items():
         tokens[i, : len(new)], valid[i, : len(new)] = new, True
-    history = model.look_back([()] * shape[0], shape[0]).astype(np.int32)
+    history = model.look_back([], shape[0])
     if rows:
         history[list(rows)] = model.look_back([past for _, past in rows.values()], len(rows))
-    return tokens, history, valid
+    return tokens, history.astype(np.int32), valid
 
 
 def step_rows(model: Model, shape: Shape, rows: Mapping[int, Known], *, what: str = "batch row") -> EngramRows:

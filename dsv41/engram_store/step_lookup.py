@@ -163,8 +163,9 @@ def _on_devices(
 
 def _place_table(table: EngramTable) -> tuple[jax.Array, jax.Array | None]:
     _refuse_broken(table)
-    # A copy: on CPU an array would otherwise alias the mapped file.
-    values, *scales = (jnp.array(np.array(a)) for a in table.arrays)
+    # On CPU an array would otherwise alias the mapped file.
+    copied = jax.default_backend() == "cpu"
+    values, *scales = (jnp.asarray(np.array(a) if copied else a) for a in table.arrays)
     return values, scales[0] if scales else None
 
 

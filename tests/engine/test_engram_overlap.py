@@ -231,3 +231,21 @@ def test_modes_agree_on_a_mesh():
         assert ids(results) == expected and results[0].engram.mode is mode
     assert run(EngramMode.AUTO, on=spread)[0].engram.mode is EngramMode.OVERLAP
     assert spread.device_lookup.axes == ("data", "tensor")
+
+
+@pytest.mark.slow
+def test_the_engine_fetches_the_next_chunks_of_its_prompts(monkeypatch):
+    """Two prompts of several chunks side by side; a third one that joins makes it look up again."""
+    from tests.engine.engines import engine, serve, tokens
+    from tests.engine.engines import ids as prompt
+
+    prompts = [prompt(150, 1), prompt(200, 2), prompt(90, 3)]
+    expected = tokens(serve(engine(), *prompts))
+    monkeypatch.setattr("dsv41.engine.engine_runner.DEVICE_BYTES", 0)
+    ahead, found = engine(), []
+    prefetcher = ahead._run._ahead
+    take = prefetcher.take
+    monkeypatch.setattr(prefetcher, "take", lambda key: found.append(take(key)) or found[-1])
+    assert tokens(serve(ahead, *prompts)) == expected
+    hits = [x is not None for x in found]
+    assert hits[0] is False and sum(hits) >= 2 and len(hits) > sum(hits)

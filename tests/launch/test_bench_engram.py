@@ -32,7 +32,7 @@ def bench(capsys, *arguments):
 
 def test_every_mode_runs(capsys, tmp_path):
     arguments = ("--table_rows=2400", "--rows=2", "--new_tokens=4", "--prompt=24", "--chunk=8")
-    status, out, _ = bench(capsys, *arguments, "--json")
+    status, out, _ = bench(capsys, *arguments, "--parallel", "--json")
     assert status == 0
     found = json.loads(out)
     assert found["table_rows"] == [2514, 2712] and not found["mapped"]
