@@ -9,6 +9,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.ahead_of_time import compile_specs, libtpu_problem
 from pallas_kernels.experts import ops, tpu, tpu_tiles
 from pallas_kernels.experts.arg_specs import SPECS
 from pallas_kernels.quantize import ref as quantize
@@ -225,3 +226,15 @@ def test_tpu_says_what_it_does_not_take():
     args = jax.tree.map(jnp.asarray, cases.make("random", 9, d=64, f=96))
     with pytest.raises(ValueError, match="multiples of 256"):
         ops.expert_blocks(**args, limit=10.0, implementation="tpu")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(libtpu_problem() is not None, reason=str(libtpu_problem()))
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
+def test_tpu_copies_no_stack(topology):
+    """Weights and scales of 48 experts are taken where and as they lie: no padding, no other layout, no staging."""
+    (found,) = compile_specs("experts", ["decode_e48"], topology)
+    (spec,) = (s for s in SPECS if s.name == "decode_e48")
+    stored = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(spec.abstract()))
+    assert found.error is None and len(found.kernels) == 2
+    assert found.argument_bytes < stored + (1 << 16) and found.temp_bytes < 4 << 20
