@@ -5,7 +5,8 @@
     python -m launch.bench_mesh --part=selection --config=configs/flash_groups.json --meshes=sequence=2 --rows=8
 
 Parts:
-  exact      every preset on every mesh against one device, on the tiny model: logits, selected entries, experts.
+  exact      every preset on every mesh against one device, without --checkpoint on the tiny model: logits, selected
+             entries, experts of a step of --tokens new tokens.
   links      bytes a second of all_to_all, all_gather and reduce-scatter by size, the peak of what links between these
              devices give; wall time of a queue of them.
   steps      a decode step for each of --rows, or with --tokens a chunk of a prompt: time of exchange, experts and the
@@ -20,6 +21,7 @@ on the devices. Times of collectives hold what devices wait for one another.
 import dataclasses
 import functools
 import json
+import logging
 import math
 import sys
 import time
@@ -36,9 +38,11 @@ from dsv41.config import DSV41Error
 from dsv41.engine.mesh_checks import agreement, agreement_row_by_row, on_mesh
 from dsv41.engine.step_profile import LayerKernels, profile_step
 from dsv41.models import Model
-from dsv41.sharding import PRESETS, make_mesh, parse_mesh, preset_rules
+from dsv41.sharding import PRESETS, ShardingRules, make_mesh, parse_mesh, preset_rules
 from launch.cli import new_flags, run
 from launch.load_model import ModelFlags
+
+_log = logging.getLogger(__name__)
 
 FLAGS = new_flags()
 _MODEL = ModelFlags(FLAGS, config=True)
@@ -76,15 +80,20 @@ def _counts() -> list[int]:
 
 
 def exact(meshes: list[str]) -> list[Row]:
-    """One row a mesh and preset."""
+    """One row a mesh and preset; presets that are the same there share one."""
     alone, _ = _MODEL.load()
     rows = []
     for mesh in meshes:
+        presets: dict[ShardingRules, list[str]] = {}
         for preset in PRESETS:
-            spread = on_mesh(alone, mesh, preset)
-            for tokens in (1, 6):
-                found = agreement(alone, spread, rows=8, context=64, tokens=tokens)
-                rows.append({"mesh": mesh, "preset": preset, "tokens": tokens, **dataclasses.asdict(found)})
+            rules = preset_rules(preset, parse_mesh(mesh), alone.config.text_config)
+            presets.setdefault(rules, []).append(preset)
+        for names in presets.values():
+            spread = on_mesh(alone, mesh, names[0])
+            found = agreement(alone, spread, rows=8, context=64, tokens=_TOKENS.value)
+            row = {"mesh": mesh, "presets": ", ".join(names), "tokens": _TOKENS.value}
+            rows.append(row | dataclasses.asdict(found))
+            _log.info("%s, %s: done", mesh, row["presets"])
     return rows
 
 
