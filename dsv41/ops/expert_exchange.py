@@ -93,28 +93,26 @@ def exchanged_experts(
     if not tokens:
         return jnp.zeros(x.shape, jnp.float32)
     slots, devices = stacks[0].values.shape[0], collectives.axis_size(rules.experts)
+    most = devices * min(k, slots)  # results of a round for every token of the capacity
     if capacity is None:
-        capacity = max(_ROUND_ROWS // (devices * (1 if ragged else min(k, slots))), 1)
+        capacity = max(_ROUND_ROWS // (devices if ragged else most), 1)
     capacity = min(capacity, tokens)
-    most = devices * capacity * min(k, slots)
-    if ragged:
-        most = min(most, at_once or min(max(4 * tokens * k, 64), _PRODUCT_ROWS))
-    sizes = ExchangeSizes(rules.experts, devices, slots, tokens, k, x.shape[1], capacity, most)
+    if not ragged or at_once is None:
+        at_once = min(max(4 * tokens * k, 64), _PRODUCT_ROWS) if ragged else most * capacity
+    at_once = min(at_once, most * capacity)
+    sizes = ExchangeSizes(rules.experts, devices, slots, tokens, k, x.shape[1], capacity, at_once)
     owner, slot = _where(chosen, slots, rules.experts, placement)
     plan = plan_exchange(jnp.where(valid[:, None], owner, devices), devices)
     rows = functools.partial(_rows, _pack(x, stacks[0].format), owner, slot, weights, plan)
     travel = (Ragged if ragged else Padded)(sizes, plan, rows, rules.tokens)
     experts = functools.partial(_experts, sizes, stacks, limit)
 
-    def one_round(number: jax.Array | int, home: jax.Array) -> jax.Array:
-        return travel.round(number * capacity, home, experts)
-
     home = jnp.zeros((tokens * k, x.shape[1]), x.dtype)
     if capacity == tokens:
-        home = one_round(0, home)
+        home = travel.round(0, home, experts)
     else:
         rounds = -(-jax.lax.pmax(plan.pairs.max(), rules.tokens) // capacity)
-        home = jax.lax.fori_loop(0, rounds, one_round, home)
+        home = jax.lax.fori_loop(0, rounds, lambda i, home: travel.round(i * capacity, home, experts), home)
     return sum_in_order(home[plan.position])
 
 
