@@ -28,6 +28,7 @@ _ROWS = 8
 _VMEM_LIMIT = 48 << 20
 _VMEM_PLANNED = 40 << 20
 _MOST_ROWS = 1536  # of the weights a step
+_TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")  # kinds of devices that are two cores
 _NOT, _USED, _FRESH = 0, 1, 2  # what a block is: nobody's, of the expert before it, of another one
 
 
@@ -68,16 +69,18 @@ class _Plan(NamedTuple):
 
 
 def _plan(rows: int, matrices: int, out: int, width: int) -> _Plan:
-    """The largest tile that fits, of at most `_MOST_ROWS` rows of all matrices together."""
-    kind = tpu_device_kind()
-    form = "pairs" if kind is not None and any(name in kind for name in ("v6", "TPU7", "7x")) else "float32"
+    """The tile that fits, of at most `_MOST_ROWS` rows of all matrices together, with the least work for a core."""
+    kind = tpu_device_kind() or ""
+    form = "pairs" if any(name in kind for name in ("v6", "TPU7", "7x")) else "float32"
+    cores = 2 if kind in _TWO_CORES else 1
     plans = [
         _Plan(rows, matrices, out, width, tile, form)
         for tile in range(PAIRS, max(PAIRS, _MOST_ROWS // matrices) + 1, PAIRS)
         if out % tile == 0
     ]
-    fitting = [plan for plan in plans if plan.vmem_bytes <= _VMEM_PLANNED]
-    return fitting[-1] if fitting else plans[0]
+    fitting = [plan for plan in plans if plan.vmem_bytes <= _VMEM_PLANNED] or plans[:1]
+    # Tiles are divided among the cores; of equal shares the larger tile has fewer steps.
+    return min(fitting, key=lambda plan: (pl.cdiv(out // plan.tile, cores) * plan.tile, -plan.tile))
 
 
 def problem(x: jax.Array, w1: Weight, w2: Weight) -> str | None:

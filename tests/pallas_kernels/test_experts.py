@@ -208,6 +208,13 @@ def test_tpu_schedule():
         assert owner.min() >= 0 and owner.max() < 3 and (fetched == loads or not used.any())
 
 
+@pytest.mark.parametrize("kind,inner,outer", [("TPU v6 lite", 768, 1280), ("TPU v5", 256, 1280), (None, 768, 1280)])
+def test_tpu_tiles_of_released_sizes(kind, inner, outer, monkeypatch):
+    """Five of nine tiles are less for a core than two of three."""
+    monkeypatch.setattr(tpu, "tpu_device_kind", lambda: kind)
+    assert (tpu._plan(8, 2, 2304, 5120).tile, tpu._plan(8, 1, 5120, 2304).tile) == (inner, outer)
+
+
 def test_shapes_that_the_tpu_kernels_do_not_take():
     def problem(rows=8, d=5120, f=2304, dtype=jnp.uint8):
         width = 2 if dtype == jnp.uint8 else 1
