@@ -90,7 +90,12 @@ def run(main: Callable[[], None], values: flags.FlagValues, argv: Sequence[str] 
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     except SystemExit as e:
-        fail_processes(e, e.code if isinstance(e.code, int) else 1, "")
+        # A script that ends itself has printed why.
+        status = 0 if e.code is None else e.code if isinstance(e.code, int) else 1
+        if status:
+            fail_processes(e, status, "")
+        else:
+            finish_processes()
         raise
     except BaseException as e:
         fail_processes(e, 1)

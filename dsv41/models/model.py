@@ -21,7 +21,7 @@ from dsv41.models.backbone import ForcedChoices, Params
 from dsv41.models.sharded import compiled_forward
 from dsv41.models.vision import SpanEmbeds, check_images, embed_images, encode_image
 from dsv41.ops.engram_hash import EngramHashSpec, engram_hash_spec
-from dsv41.sharding import LOCAL, ShardingRules, place
+from dsv41.sharding import LOCAL, ShardingRules, fetch, place
 
 # One bucket serves every verify length (2 to 6 tokens).
 _SHORTEST_CHUNK = 8
@@ -216,7 +216,7 @@ class Model:
     @functools.cached_property
     def _image_word(self) -> np.ndarray:
         """bfloat16 [D]: the embedding of the image token as a word, on the host."""
-        return np.asarray(self.params["embed"]["weight"][self.config.image_token_id])
+        return fetch(self.params["embed"]["weight"][self.config.image_token_id])
 
     def check_images(
         self, tokens: Sequence[int] | np.ndarray, images: Sequence[PreparedImage], *, what: str = "tokens"

@@ -17,6 +17,7 @@ from dsv41.images import ImagePlan, PreparedImage, SpanType, place_spans, span_t
 from dsv41.layers import RMSNorm, abstract, parameters_of, with_parameters
 from dsv41.layers.vision import NORM_EPS, Affine, Projector, VisionBlock
 from dsv41.ops.vision import KEY_BLOCK, rope_2d
+from dsv41.sharding import fetch
 from pallas_kernels.fixed_order import compiler_options
 
 Params = dict[str, Any]
@@ -228,5 +229,5 @@ def embed_images(
     rows: dict[str, np.ndarray] = {}
     for image in images:
         if image.content_hash not in rows:
-            rows[image.content_hash] = np.asarray(encode_image(params, image, config))[: image.plan.num_tokens]
+            rows[image.content_hash] = fetch(encode_image(params, image, config))[: image.plan.num_tokens]
     return SpanEmbeds(np.concatenate([rows[image.content_hash] for image in images]), positions)

@@ -6,11 +6,13 @@ import shutil
 
 import numpy as np
 import pytest
+from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from launch import generate, score
 from launch.cli import run
 from tests.checkpoint_files import TINY, stored_tensors, write_safetensors
+from tests.golden import expected
 from tests.sharding.jobs import Job
 
 # Of the tiny model, by what they are there: with Engram; full at ratio 2; full at ratio 1, with the candidate pool.
@@ -93,6 +95,16 @@ def test_score(tmp_path, capsys):
 @pytest.mark.slow
 def test_score_with_all_roles_of_layers(tmp_path, capsys):
     compare_scores(tmp_path, capsys, (f"--checkpoint={TINY}",), tokens_file(tmp_path, 3, 21), "data=4,tensor=2", 4)
+
+
+@pytest.mark.slow
+def test_score_with_an_image(tmp_path, capsys):
+    """Fewer rows than devices that rows are spread over; the vision tower is whole on each."""
+    golden = expected("tiny_vl")
+    Image.fromarray(golden["image.rgb"]).save(tmp_path / "photo.png")
+    save_file({"tokens": golden["input_ids"][:1, :45].astype(np.int32)}, tmp_path / "row.safetensors")
+    model = (f"--checkpoint={few_layers(tmp_path / 'model', 2)}", f"--image={tmp_path / 'photo.png'}")
+    compare_scores(tmp_path, capsys, model, f"--tokens={tmp_path / 'row.safetensors'}", "data=2,tensor=2", 2)
 
 
 @pytest.mark.slow
