@@ -4,7 +4,7 @@ import importlib
 
 from pallas_kernels.arg_spec import ArgSpec
 
-OPS = ("quantize", "indexer", "topk", "sparse_attention", "hyper_connection", "experts")
+OPS = ("quantize", "indexer", "topk", "sparse_attention", "hyper_connection", "experts", "fp8_linear")
 
 
 def arg_specs(op: str, tag: str) -> list[ArgSpec]:

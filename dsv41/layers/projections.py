@@ -68,8 +68,6 @@ class AttentionProjections(nnx.Module):
         c = self.config
         with jax.named_scope("output"):
             # Heads are spread by whole groups, so that a group's inputs are all here.
-            weight = self.wo_a.stored.dequantize()
-            weight = weight.reshape(-1, c.o_lora_rank, weight.shape[-1])
-            grouped = o.reshape(*o.shape[:2], weight.shape[0], -1)
-            y = self.wo_b.partial(grouped_linear(grouped, weight).reshape(*o.shape[:2], -1))
+            grouped = o.reshape(*o.shape[:2], -1, c.num_attention_heads // c.o_groups * c.head_dim)
+            y = self.wo_b.partial(grouped_linear(grouped, self.wo_a.stored).reshape(*o.shape[:2], -1))
             return round_to_bf16(TokenSplit(*o.shape[:2], self.rules.heads).split_total(y))

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.fixed_order import contract, contract_groups
+from pallas_kernels.fp8_linear.ops import fp8_linear
 from pallas_kernels.quantize import ops as quantize
 from pallas_kernels.rounding import round_to_bf16
 
@@ -63,12 +64,24 @@ def linear_sum(x: jax.Array, weight: QuantizedArray) -> jax.Array:
     """`linear` before its result is rounded: float32 [..., out]."""
     if weight.format is not WeightFormat.BF16:
         x = fake_quantize_fp8(x)
-    return contract(x, weight.dequantize())
+    return product(x, weight)
 
 
-def grouped_linear(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Each group of inputs times its own weight, activations not quantised.
+def product(x: jax.Array, weight: QuantizedArray) -> jax.Array:
+    """bfloat16 [..., in], taken as it is -> float32 [..., out]."""
+    if weight.format is not WeightFormat.FP8_BLOCK:
+        return contract(x, weight.dequantize())
+    y = fp8_linear(x.reshape(-1, 1, x.shape[-1]), weight.values, weight.scales)
+    return y.reshape(*x.shape[:-1], -1)
 
-    x bfloat16 [..., G, in]; weight bfloat16 [G, out, in] -> bfloat16 [..., G, out].
+
+def grouped_linear(x: jax.Array, weight: QuantizedArray) -> jax.Array:
+    """Each group of inputs times its own rows of a weight [G * out, in], activations not quantised.
+
+    x bfloat16 [..., G, in] -> bfloat16 [..., G, out].
     """
-    return round_to_bf16(contract_groups(x, weight))
+    groups, width = x.shape[-2:]
+    if weight.format is not WeightFormat.FP8_BLOCK:
+        return round_to_bf16(contract_groups(x, weight.dequantize().reshape(groups, -1, width)))
+    y = fp8_linear(x.reshape(-1, groups, width), weight.values, weight.scales)
+    return round_to_bf16(y.reshape(*x.shape[:-1], -1))

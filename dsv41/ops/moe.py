@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from dsv41.ops.expert_exchange import exchanged_experts
 from dsv41.ops.expert_layout import block_rows, layout_by_expert, sum_in_order
 from dsv41.ops.expert_placement import ExpertPlacement
-from dsv41.ops.linear import QuantizedArray, WeightFormat, fake_quantize_fp8
+from dsv41.ops.linear import QuantizedArray, WeightFormat, fake_quantize_fp8, product
 from dsv41.sharding import LOCAL, ShardingRules
 from pallas_kernels.experts.ops import expert_blocks
 from pallas_kernels.fixed_order import contract, with_fixed_rows
@@ -59,14 +59,14 @@ def expert(
     """
     fp8_input = w1.format is not WeightFormat.BF16
     x = fake_quantize_fp8(x) if fp8_input else x
-    gate = round_bf16(contract(x, w1.dequantize()))
-    up = round_bf16(contract(x, w3.dequantize()))
+    gate = round_bf16(product(x, w1))
+    up = round_bf16(product(x, w3))
     inner = swiglu(gate, up, limit)
     if weight is not None:
         inner = inner * weight
     inner = round_to_bf16(inner)
     inner = fake_quantize_fp8(inner) if fp8_input else inner
-    return round_to_bf16(contract(inner, w2.dequantize()))
+    return round_to_bf16(product(inner, w2))
 
 
 def swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:

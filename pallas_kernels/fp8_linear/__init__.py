@@ -1,0 +1,1 @@
+"""Products with FP8 weights whose 32 x 32 tiles have a scale each."""
