@@ -43,7 +43,7 @@ class _Here:
     table: jax.Array  # int32 [R, n] logical pages
     visible: jax.Array  # int32 [R, T] entries that a query sees
     newest: jax.Array | None  # int32 [R, T] block of the newest entry that it sees anywhere, -1 if it lies elsewhere
-    candidates: jax.Array | None  # int32 [R, T, P] candidate blocks, ascending, -1 unused
+    candidates: jax.Array | None  # int32 [R, T, P] candidate blocks, ascending, -1 for those that lie elsewhere
     numberings: tuple[RoundRobin, RoundRobin]  # of entries and of blocks
 
     @classmethod
@@ -67,7 +67,7 @@ class _Here:
         if pages.axes:
             visible = entries.count_here(visible)
             newest = None if newest is None else blocks.number_here(newest)
-            candidates = None if candidates is None else selection.ascending(blocks.number_here(candidates))
+            candidates = None if candidates is None else blocks.number_here(candidates)
         return cls(split.rows(pages.table, pages.devices), visible, newest, candidates, (entries, blocks))
 
     @property
@@ -193,6 +193,8 @@ class Indexer(nnx.Module):
         c, ratio, size = self.config, self.spec.ratio, self.sizes.block
         q = quantize.dequantize_mxfp4(query.values, query.scales)
         if here.candidates is not None:
+            if self.rules.pages:
+                here = dataclasses.replace(here, candidates=selection.ascending(here.candidates))
             tile_blocks = min(_TILE_PAGES * PAGE_ENTRIES // size, here.candidates.shape[-1])
 
             def read_blocks(blocks):
