@@ -26,7 +26,7 @@ class Collective:
       results: arrays that it gets.
       devices: in a group.
       times: it runs in a step.
-      scope: where in the model (`jax.named_scope`).
+      scope: where in the model (`jax.named_scope`); that of a neighbour, if the compiler made it out of another.
     """
 
     kind: str
@@ -111,7 +111,7 @@ def _collective(
         results=results,
         devices=_group_size(instruction.text, devices),
         times=times,
-        scope=instruction.scope,
+        scope=program.scope_of(computation, instruction),
     )
 
 

@@ -166,6 +166,15 @@ class Program:
         results = self._results[computation]
         return tuple(shape for name in instruction.operands for shape in results.get(name, ()))
 
+    def scope_of(self, computation: str, instruction: Instruction) -> str:
+        """Where an instruction came from; of one that the compiler made, where its users or its operands did."""
+        if instruction.scope:
+            return instruction.scope
+        body = self.computations[computation]
+        users = [i for i in body if instruction.name in i.operands]
+        made = [i for i in body if i.name in instruction.operands]
+        return next((i.scope for i in (*users, *made) if i.scope), "")
+
     @functools.cached_property
     def _results(self) -> dict[str, dict[str, tuple[Shape, ...]]]:
         return {name: {i.name: i.shapes for i in body} for name, body in self.computations.items()}

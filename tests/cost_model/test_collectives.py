@@ -119,6 +119,8 @@ replica_groups=mesh['data'=4,'sequence'=2,'tensor'=2] {'data'}, dimensions={0}, 
 collective-permute-start(%param.0), source_target_pairs={{0,1},{1,0}}
   %collective-permute-done.1 = bf16[64,128]{1,0} collective-permute-done(%collective-permute-start.1)
   %ragged.1 = bf16[64,128]{1,0} ragged-all-to-all(%param.0, %zeros.1, %sizes.1, %sizes.1, %sizes.1, /*index=5*/%sizes.1)
+  %all-reduce.7 = bf16[64,128]{1,0} all-reduce(%param.0), replica_groups={{0,1}}, to_apply=%add
+  %slice.1 = bf16[8,128]{1,0} slice(%all-reduce.7), metadata={op_name="jit(f)/layer_9/attention/output/reduce_scatter"}
   ROOT %copy.1 = bf16[8,128]{1,0} copy(%fusion.1)
 }
 """
@@ -133,6 +135,9 @@ def test_as_the_tpu_compiler_writes_them():
         "all-to-all": (8, 2 * size, 1),
         "collective-permute": (16, size, 1),
         "ragged-all-to-all": (16, size, 1),
+        "all-reduce": (2, size, 1),
     }
     assert found["all-gather"].result_bytes == 4 * size and found["all-gather"].layer == "layer_2"
     assert found["collective-permute"].result_bytes == size
+    # The compiler's own sum belongs where the slice of it does.
+    assert found["all-reduce"].layer == "layer_9"
