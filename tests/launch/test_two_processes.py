@@ -20,7 +20,7 @@ _FEW_LAYERS = {
     2: ([1, 6], {"compress_ratios": [0, 1], "kv_source_layer_ids": [1], "index_source_layer_ids": [1]}),
     3: ([1, 2, 6], {"compress_ratios": [0, 2, 1], "kv_source_layer_ids": [1, 2], "index_source_layer_ids": [1, 2]}),
 }
-_PATIENCE_S = 600  # two processes that compile, on a machine that does other things too
+_PATIENCE_S = 1200  # two processes that compile, on a machine that does other things too
 
 
 def few_layers(directory, number):
