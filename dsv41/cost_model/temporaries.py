@@ -13,7 +13,7 @@ _NO_MEMORY = {
     "parameter", "constant", "bitcast", "tuple", "get-tuple-element", "while", "conditional", "call", "after-all",
     "opt-barrier", "copy-start", "slice-start", "async-start", "async-update", "dynamic-update-slice", "scatter",
 }  # fmt: skip
-_NUMBER = re.compile(r"\b((?:layer|draft_stage)_)\d+\b")
+_NUMBER = re.compile(r"((?:\b(?:layer|draft_stage)_)|(?:\[\\*.(?:layers|mtp)\\*.\]\[))\d+")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,14 @@
-"""Entry point of the FP8 product."""
+"""Entry point of the FP8 product.
+
+There is a kernel for TPU only. On a GPU it is XLA's product even where a whole step is told to take Pallas kernels; a
+call that names one itself is refused there.
+"""
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_checks import expect
-from pallas_kernels.dispatch import function
+from pallas_kernels.dispatch import backend, function, kernels
 from pallas_kernels.quantize.ref import WEIGHT_BLOCK
 
 _OP = "fp8_linear"
@@ -34,6 +38,10 @@ def fp8_linear(x: jax.Array, values: jax.Array, scales: jax.Array, *, implementa
         raise ValueError(f"{_OP}: {groups} groups do not divide the {out} rows of the weight")
     if 0 in (rows, out, width):
         return jnp.zeros((rows, out), jnp.float32)
+
+    chosen = kernels.value
+    if implementation is None and (chosen == "gpu" or (chosen == "pallas" and backend() == "gpu")):
+        implementation = "xla"
 
     def tpu_says() -> str | None:
         from pallas_kernels.fp8_linear import tpu

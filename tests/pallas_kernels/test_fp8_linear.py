@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.dispatch import KernelUnavailable, kernels
 from pallas_kernels.formats import e8m0_to_f32
 from pallas_kernels.fp8_linear import ops, tpu
 from pallas_kernels.fp8_linear.arg_specs import SPECS, arguments
@@ -84,6 +85,18 @@ def test_released_shapes_fit():
             assert tpu.problem(arrays["x"], arrays["values"]) is None
     x, values = jax.ShapeDtypeStruct((8, 1, 96), jnp.bfloat16), jax.ShapeDtypeStruct((64, 96), jnp.float8_e4m3fn)
     assert "multiples of 128" in tpu.problem(x, values)
+
+
+def test_a_step_with_gpu_kernels_takes_xla(monkeypatch):
+    args = arguments(jax.random.key(6), rows=4, out=64, width=64)
+    wanted = ops.fp8_linear(**args, implementation="xla")
+    with kernels("gpu"):
+        np.testing.assert_array_equal(ops.fp8_linear(**args), wanted)
+    with pytest.raises(KernelUnavailable, match="no kernel for the gpu"):
+        ops.fp8_linear(**args, implementation="gpu")
+    monkeypatch.setattr(ops, "backend", lambda: "gpu")
+    with kernels("pallas"):
+        np.testing.assert_array_equal(ops.fp8_linear(**args), wanted)
 
 
 def test_no_rows():
