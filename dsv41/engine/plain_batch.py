@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import weakref
 from typing import NamedTuple
@@ -22,6 +23,9 @@ from dsv41.ops.sampling import NO_TOKEN, SamplingArrays, SamplingParams, sample,
 from dsv41.sharding import fetch
 
 GREEDY = SamplingParams(temperature=0)
+
+# Steps without a draw that the host starts before the first of them has ended.
+_CHUNKS_AHEAD = 2
 
 # Step shapes that a model has run, so that only the first run of each counts as compilation.
 _WARM: weakref.WeakKeyDictionary[Model, set[tuple]] = weakref.WeakKeyDictionary()
@@ -83,6 +87,7 @@ class PlainBatch:
         self._meter = None if self._mode is None else EngramMeter(self._mode, model.engram)
         self._decoding = DecodeSteps(model, self._mode, self._rows, self._meter)
         self._flight: Flight | None = None
+        self._behind: collections.deque[jax.Array | None] = collections.deque()  # logits of prompt steps
         self._prompts: PromptRows | None = None
         if self._mode is EngramMode.OVERLAP:
             chunks = prompt_chunks(requests, self._chunk, [self._tail_of(r) for r in requests])
@@ -188,7 +193,13 @@ class PlainBatch:
             counts[ready] = [tails[i] for i in ready]
             batch = dataclasses.replace(batch, tail=counts)
         logits = self._forward(batch, tail)
-        return self._drawn(logits, ready) if ready else None
+        if ready:
+            return self._drawn(logits, ready)
+        # The host would otherwise be many chunks ahead, and the device hold the rows of all of them.
+        self._behind.append(logits)
+        if len(self._behind) > _CHUNKS_AHEAD:
+            jax.block_until_ready(self._behind.popleft())
+        return None
 
     def _prompt_rows(self, prompts: dict[int, Known], others: dict[int, Known]) -> tuple | None:
         """Engram rows of a step with prompt tokens `prompts` and single tokens `others`; None without Engram."""
