@@ -56,12 +56,17 @@ def expert_blocks(
     if 0 in x.shape:
         return jnp.zeros_like(x)
 
+    def gpu_says() -> str | None:
+        from pallas_kernels.experts import gpu
+
+        return gpu.problem(x, w1, w2)
+
     def tpu_says() -> str | None:
         from pallas_kernels.experts import tpu
 
         return tpu.problem(x, w1, w2)
 
-    run = function(__package__, _OP, implementation, {"tpu": tpu_says})
+    run = function(__package__, _OP, implementation, {"gpu": gpu_says, "tpu": tpu_says})
     return run(x, row_weight, block_expert, w1, w3, w2, limit=limit)
 
 
