@@ -30,6 +30,7 @@ def bench(capsys, *arguments):
     return status, out, err
 
 
+@pytest.mark.slow
 def test_every_mode_runs(capsys, tmp_path):
     arguments = ("--table_rows=2400", "--rows=2", "--new_tokens=4", "--prompt=24", "--chunk=8")
     status, out, _ = bench(capsys, *arguments, "--parallel", "--json")
