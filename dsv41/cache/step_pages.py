@@ -73,8 +73,8 @@ class StepPages:
     ) -> tuple[jax.Array, jax.Array]:
         """Main KV of this device's selections from all devices of the group, as pages that all layers behind can read.
 
-        The entries themselves are fetched, or, where queries select more entries than a row's pages hold, all of these
-        pages, once for a KV source.
+        The entries themselves are fetched, or, where that would take more bytes, all pages of the rows, once for a KV
+        source. Every device answers for all entries that a row asks for, but sends only those pages that it has.
 
         Args:
           pool: uint8 [P, rows, 4, 128] main KV of a ratio-m source, on this device.
@@ -85,8 +85,8 @@ class StepPages:
         Returns:
           uint8 [p, rows, 4, 128]; int32 [B, T, K] where the entries lie in it, page * 128 + number inside, -1 unused.
         """
-        per_device = self.table.shape[1] * layout.pages_per_logical(ratio)
-        if selected.shape[1] * selected.shape[2] <= self.devices * per_device * PAGE_ENTRIES:
+        held_here = self.table.shape[1] * layout.pages_per_logical(ratio) * PAGE_ENTRIES
+        if selected.shape[1] * selected.shape[2] <= held_here:
             return fetch_entries(pool, selected, lambda e: self.address(layout, e, ratio), layout.main, self.axes)
         if held is None:
             held = fetch_pages(pool, jnp.maximum(layout.physical_pages(self.table, ratio), 0), self.axes)

@@ -174,12 +174,17 @@ def test_selection_by_blocks(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"sequence": 4}, {"data": 2, "sequence": 2, "tensor": 2}], ids=str)
 def test_a_step_of_many_tokens(sizes):
-    """Queries select more entries than a row's pages hold: pages are fetched."""
+    """Queries select more entries than a device has of a row: pages are fetched."""
     _assert_equal(160, 1024, sizes)
 
 
 _MERGE = {"all_to_all": 1}  # of the best that every device found
 _ENTRIES = {"all_gather": 1, "all_to_all": 1}  # asked for, and given
+_BY_PAGES = {
+    LayerMode.FULL: Counter(all_gather=2, all_to_all=1) + Counter(_MERGE),
+    LayerMode.REINDEX: Counter(all_gather=1) + Counter(_MERGE),
+    LayerMode.REUSE: Counter(),
+}
 _ROLES = {
     # Few tokens fetch entries, for each selection; many fetch pages, once for each KV source. A layer that owns KV
     # gathers its new latents, and one that selects gathers its queries.
@@ -188,11 +193,9 @@ _ROLES = {
         LayerMode.REINDEX: Counter(all_gather=1) + Counter(_MERGE) + Counter(_ENTRIES),
         LayerMode.REUSE: Counter(),
     },
-    (160, 1024): {
-        LayerMode.FULL: Counter(all_gather=2, all_to_all=1) + Counter(_MERGE),
-        LayerMode.REINDEX: Counter(all_gather=1) + Counter(_MERGE),
-        LayerMode.REUSE: Counter(),
-    },
+    (160, 1024): _BY_PAGES,
+    # What a row asks for would fit into its pages, but every device answers for the rows of all.
+    (40, 1024): _BY_PAGES,
 }
 
 
