@@ -68,9 +68,9 @@ SPECS = (
     _spec("tiny_bf16", "ci", experts=3, blocks=4, rows=8, d=64, f=96, packed=False),
     _spec("one_block", "ci", experts=2, blocks=1, rows=16, d=256, f=256),
     # decode: one token, and a few rows for each local expert
-    _spec("decode_e6", "bench", "aot", experts=6, blocks=6, rows=8),
+    _spec("decode_e6", "bench", "tune", "aot", experts=6, blocks=6, rows=8),
     _spec("decode_e6_one_used", "bench", experts=6, blocks=8, rows=8, used=1),
-    _spec("decode_e48", "bench", "aot", experts=48, blocks=48, rows=8),
+    _spec("decode_e48", "bench", "tune", "aot", experts=48, blocks=48, rows=8),
     _spec("decode_e48_rows16", "bench", experts=48, blocks=48, rows=16),
     _spec("decode_e48_rows32", "bench", experts=48, blocks=48, rows=32),
     _spec("decode_e48_rows64", "bench", experts=48, blocks=48, rows=64),

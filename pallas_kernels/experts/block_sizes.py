@@ -1,6 +1,7 @@
 """How the experts' kernels divide their work on Hopper."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -198,7 +199,7 @@ class ManyPlan:
 
 def many_plan(gated: bool, blocks: int, rows: int, experts: int, out: int, width: int) -> ManyPlan:
     """A thread block a processor, the longest ring that fits up to six chunks."""
-    key = few_key(gated, blocks, rows, out, width)
+    key = _key(blocks, rows, *((width, out) if gated else (out, width)))
     grid = min(MULTIPROCESSORS, blocks * out // (2 * TILE_ROWS if gated else 4 * TILE_ROWS))
 
     def plan(stages: int) -> ManyPlan:
@@ -209,21 +210,24 @@ def many_plan(gated: bool, blocks: int, rows: int, experts: int, out: int, width
 
 
 def few_plan(gated: bool, blocks: int, rows: int, experts: int, out: int, width: int) -> FewPlan:
-    """Five warpgroups where there are as many chunks, the longest ring that fits up to eight."""
-    key = few_key(gated, blocks, rows, out, width)
-    warpgroups = knob("experts", key, "warpgroups", min(5, width // CHUNK))
-
-    def plan(stages: int) -> FewPlan:
-        tiles = blocks * out // (TILE_ROWS // 2 if gated else TILE_ROWS)
-        grid = min(MULTIPROCESSORS, tiles)
-        return FewPlan(gated, blocks, rows, experts, out, width, warpgroups, stages, grid)
-
-    stages = max((n for n in range(2, 9) if plan(n).shared_bytes <= SHARED_BYTES), default=2)
-    return plan(knob("experts", key, "stages", stages))
+    """Five warpgroups with two chunks each: six, or more chunks, made nothing faster on an H200."""
+    key = _key(blocks, rows, *((width, out) if gated else (out, width)))
+    chunks = width // CHUNK
+    warpgroups = min(knob("experts", key, "warpgroups", 5), chunks)
+    stages = knob("experts", key, "stages", 2)
+    grid = min(MULTIPROCESSORS, blocks * out // (TILE_ROWS // 2 if gated else TILE_ROWS))
+    return FewPlan(gated, blocks, rows, experts, out, width, warpgroups, stages, grid)
 
 
-def few_key(gated: bool, blocks: int, rows: int, out: int, width: int) -> str:
-    return f"{'gated' if gated else 'plain'} {blocks}x{rows} {out}x{width}"
+def _key(blocks: int, rows: int, d: int, f: int) -> str:
+    return f"{blocks}x{rows} d{d} f{f}"
+
+
+def knobs(x: jax.ShapeDtypeStruct, w1: tuple, **_) -> tuple[str, dict[str, Sequence[int]]]:
+    """What the tuner may vary for these arguments of `ops.expert_blocks`."""
+    blocks, rows, d = x.shape
+    few = {"warpgroups": (3, 4, 5, 6), "stages": (2, 3, 4)}
+    return _key(blocks, rows, d, w1[0].shape[1]), few if rows in FEW_ROWS else {"stages": (3, 4, 5, 6)}
 
 
 def plans(blocks: int, rows: int, experts: int, d: int, f: int) -> tuple[FewPlan | ManyPlan, FewPlan | ManyPlan]:

@@ -24,8 +24,6 @@ _SHIFT_PAIR = 0x3F003F00  # added to two bfloat16 multiplies them by 2^126
 _HALF = TILE_ROWS // 2
 _WARPGROUPS = 4
 _GROUPS = MANY_CHUNK // GROUP
-_COPY_AFTER = 0  # group whose products run while the next copies are started
-_ONE_PRODUCT = True
 _LINE = 128  # bytes of a row of B: 64 channels
 
 
@@ -150,7 +148,7 @@ class ManyRows:
                     operand = self._operand(words[2 * i : 2 * i + 2], scales, pair + i, usual)
                     sums = s.add_products(sums, operand, line, 2 * i, fresh if pair + i == 0 else s.const(0))
                     s.wait_products(1)
-                    if pair + i == _COPY_AFTER:
+                    if pair + i == 0:
                         copied, chunk = self._copy_chunk(copied, chunk, free, stop)
             return following(slot), following(free), copied, chunk, *sums
 
@@ -194,10 +192,8 @@ class ManyRows:
                     found.append(s.times_pairs(value, factor))
             return found
 
-        if _ONE_PRODUCT:
-            found = s.if_else(usual, 8, lambda: pairs(True), lambda: pairs(False))
-        else:
-            found = pairs(False)
+        # The branch has a second use: where operands are made in straight-line code ptxas lets products run one by one.
+        found = s.if_else(usual, 8, lambda: pairs(True), lambda: pairs(False))
         return [[found[4 * half + 2 * t + h] for h in (0, 1) for half in (0, 1)] for t in (0, 1)]
 
     # Results
