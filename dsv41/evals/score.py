@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Iterator, Sequence
 
@@ -18,7 +19,8 @@ from dsv41.models import Model, batch_bucket, token_bucket
 from dsv41.sharding import fetch
 
 CHUNK = 512
-# Logits of one step on the device, float32; rows are scored in groups that stay within it. One row may exceed it.
+# Logits of one step, float32; rows are scored in groups that stay within it. One row may exceed it, and so may as many
+# as a mesh has parts of a batch: of these the host then gets some positions at a time.
 _LOGITS_BYTES = 1 << 30
 
 
@@ -139,7 +141,8 @@ def score_tokens(
       images: for each row, its images in the order of their spans, which are laid out in `tokens`.
 
     Yields:
-      One piece a step and group of rows: a group's steps in order, then the next group.
+      One piece a step and group of rows, or several where their logits are large: a group's steps in order, then the
+      next group.
 
     Raises:
       DSV41Error: as `check_tokens`; image tokens without images, or images that do not fit (`Model.check_images`).
@@ -163,5 +166,30 @@ def score_tokens(
             following = rows[:, begin + 1 : end + 1]
             targets[: len(rows), : following.shape[1]] = following
             logprobs = fetch(_logprobs(logits, targets))[: len(rows), : following.shape[1]]
-            values = fetch(logits)[: len(rows), : end - begin] if with_logits else None
-            yield Piece(row=row, position=begin, tokens=len(rows) * (end - begin), logits=values, logprobs=logprobs)
+            for first, values in _by_positions(logits, end - begin) if with_logits else [(0, None)]:
+                count = end - begin if values is None else values.shape[1]
+                yield Piece(
+                    row=row,
+                    position=begin + first,
+                    tokens=len(rows) * count,
+                    logits=None if values is None else values[: len(rows)],
+                    logprobs=logprobs[:, first : first + count],
+                )
+
+
+def _by_positions(logits: jax.Array, length: int) -> Iterator[tuple[int, np.ndarray]]:
+    """The first `length` positions of float32 [B, T, V] on the host, some at a time: (the first, [B, n, V]).
+
+    On several hosts each device has a whole copy of what is fetched meanwhile.
+    """
+    rows, tokens, vocab = logits.shape
+    count = min(max(_LOGITS_BYTES // (4 * rows * vocab), 1), tokens)
+    for first in range(0, length, count):
+        start = min(first, tokens - count)
+        values = fetch(logits if count == tokens else _cut(logits, start, count))
+        yield first, values[:, first - start : min(first + count, length) - start]
+
+
+@functools.partial(jax.jit, static_argnames=("count",))
+def _cut(logits: jax.Array, start: jax.Array, count: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(logits, start, count, axis=1)

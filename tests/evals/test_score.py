@@ -66,6 +66,16 @@ def test_rows_in_groups(monkeypatch):
     np.testing.assert_array_equal(pieces[1].logprobs[0], scored()[1][0])
 
 
+def test_logits_larger_than_the_limit_come_in_parts(monkeypatch):
+    """As where a mesh wants more rows at a time than there is room for: 20 of 53 positions, the step has 64."""
+    monkeypatch.setattr("dsv41.evals.score._LOGITS_BYTES", 20 * 512 * 4)
+    pieces = list(score_tokens(tiny_model(), tokens()[:1], chunk=64))
+    assert [(p.row, p.position, p.tokens) for p in pieces] == [(0, 0, 20), (0, 20, 20), (0, 40, 13)]
+    assert [p.logits.shape for p in pieces] == [(1, 20, 512), (1, 20, 512), (1, 13, 512)]
+    np.testing.assert_array_equal(np.concatenate([p.logits for p in pieces], axis=1), scored()[0][:1])
+    np.testing.assert_array_equal(np.concatenate([p.logprobs for p in pieces], axis=1), scored()[1][:1])
+
+
 @pytest.mark.parametrize(
     "array, options, message",
     [
