@@ -17,6 +17,8 @@ _ITEM_BYTES = {
     "pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "s32": 4, "u32": 4, "s64": 8, "u64": 8, "bf16": 2, "f16": 2,
     "f32": 4, "f64": 8, "c64": 8, "c128": 16, "s4": 0.5, "u4": 0.5, "f4e2m1fn": 0.5,
 }  # fmt: skip
+# Instructions whose computations run as such; those of others are arithmetic of the instruction itself.
+RUNS = ("while", "conditional", "call", "async-start", "call-start")
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^{}]*)\})?")
 _INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
@@ -63,7 +65,7 @@ class Instruction:
       name, opcode: as written.
       shapes: arrays of the result; several if it is a tuple.
       operands: names.
-      text: the rest of the line: attributes, metadata.
+      text: the rest of the line: attributes, metadata; of constants and parameters from the parenthesis on.
     """
 
     name: str
@@ -156,15 +158,18 @@ class Program:
 
         for instructions in self.computations.values():
             for instruction in instructions:
-                if instruction.opcode not in ("while", "conditional", "call", "async-start"):
+                if instruction.opcode not in RUNS:
                     for called in instruction.called:
                         add(called)
         return inside
 
     def operand_shapes(self, computation: str, instruction: Instruction) -> tuple[Shape, ...]:
         """Arrays of an instruction's operands, in order."""
-        results = self._results[computation]
-        return tuple(shape for name in instruction.operands for shape in results.get(name, ()))
+        return tuple(shape for name in instruction.operands for shape in self.shapes_of(computation, name))
+
+    def shapes_of(self, computation: str, name: str) -> tuple[Shape, ...]:
+        """Arrays of a result; none if there is no such instruction."""
+        return self._results[computation].get(name, ())
 
     def scope_of(self, computation: str, instruction: Instruction) -> str:
         """Where an instruction came from; of one that the compiler made, where its users or its operands did."""
@@ -245,7 +250,7 @@ def _instruction(name: str, rest: str) -> Instruction:
     start = len(opcode)
     close = _closing(rest, start) if start < len(rest) else start
     arguments = rest[start + 1 : close]
-    constant = opcode == "constant"
+    constant = opcode.strip() in ("constant", "parameter")  # what stands in the parentheses is no operand
     operands = () if constant else tuple(re.findall(r"%([\w.\-]+)", arguments))
     text = rest[start:] if constant else rest[close + 1 :]
     shapes = tuple(

@@ -46,9 +46,13 @@ def local_shapes(tree: Any) -> Iterator[tuple[tuple[str, ...], Shape]]:
 
 
 def kept_shapes(step: Step) -> list[Shape]:
-    """One device's parts of what no collective of a step should move: weights and page pools."""
-    pools = (step.cache.main, step.cache.index)
-    return [shape for tree in (step.params, step.drafter, pools) for _, shape in local_shapes(tree)]
+    """One device's parts of what no collective of a step should move: weights and page pools that are spread."""
+    trees = (step.params, step.drafter, step.cache.main, step.cache.index)
+    return [shape for _, shape in local_shapes([x for x in jax.tree.leaves(trees) if _is_spread(x)])]
+
+
+def _is_spread(leaf: jax.ShapeDtypeStruct) -> bool:
+    return leaf.sharding is not None and not leaf.sharding.is_fully_replicated
 
 
 def _key(entry: Any) -> str:

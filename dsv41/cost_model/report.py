@@ -15,6 +15,7 @@ from dsv41.cost_model.memory import cache_bytes, kept_shapes, parameter_bytes, t
 from dsv41.cost_model.programs import Step, StepSizes
 from dsv41.cost_model.roofline import Roofline, roofline
 from dsv41.cost_model.temporaries import Temporary, largest_temporaries
+from dsv41.cost_model.traffic import hbm_bytes
 from dsv41.cost_model.work import Work, step_work
 
 
@@ -55,14 +56,15 @@ class StepCost:
       batch: bytes of what a step brings, Engram rows included.
       footprint: what the compiler made of it.
       work: counted from the config.
-      compiled_flops, compiled_bytes: the compiler's count. Loops count once, kernels by their own estimate, and gathers
-        too much.
+      compiled_flops, compiled_bytes: the compiler's count. Loops count once, kernels by their own estimate, gathers and
+        prefetches too much.
+      hbm_bytes: moved by the program, told from its text (`traffic`).
       collectives: by kind.
       collectives_in_layer: number by kind in the layer that has most, and outside layers under "elsewhere".
       moved: collectives that move arrays of the size of a weight or of a page pool, which should all stay.
       temporaries: the largest.
       unknown_loops: loops whose trips the program's text does not say, counted once.
-      least, as_compiled: time by bytes that any implementation has to move, and by the compiler's count of bytes.
+      least, as_compiled: time by bytes that any implementation has to move, and by those that the program moves.
     """
 
     parameters: dict[str, int]
@@ -72,6 +74,7 @@ class StepCost:
     work: Work
     compiled_flops: float
     compiled_bytes: float
+    hbm_bytes: float
     collectives: tuple[KindTotal, ...]
     collectives_in_layer: dict[str, dict[str, float]]
     moved: tuple[str, ...]
@@ -99,7 +102,7 @@ def step_cost(config: ModelConfig, sizes: StepSizes, step: Step, compiled: jax.s
     kinds = totals(found)
     memory, counted = compiled.memory_analysis(), compiled.cost_analysis() or {}
     work = step_work(config, sizes, step)
-    moved = counted.get("bytes accessed", 0.0)
+    moved = hbm_bytes(program)
     sent = sum(kind.sent_bytes for kind in kinds)
     return StepCost(
         parameters=parameter_bytes(step.params)
@@ -116,7 +119,8 @@ def step_cost(config: ModelConfig, sizes: StepSizes, step: Step, compiled: jax.s
         ),
         work=work,
         compiled_flops=counted.get("flops", 0.0),
-        compiled_bytes=moved,
+        compiled_bytes=counted.get("bytes accessed", 0.0),
+        hbm_bytes=moved,
         collectives=kinds,
         collectives_in_layer={
             "most in a layer": max(layers, key=lambda kinds: sum(kinds.values()), default={}),

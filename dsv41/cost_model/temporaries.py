@@ -6,12 +6,12 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from dsv41.cost_model.hlo import Instruction, Program, Shape
+from dsv41.cost_model.hlo import RUNS, Instruction, Program, Shape
 
 # Results that are views, hold others, or are written into an operand's memory.
 _NO_MEMORY = {
-    "parameter", "constant", "bitcast", "tuple", "get-tuple-element", "while", "conditional", "call", "after-all",
-    "opt-barrier", "copy-start", "slice-start", "async-start", "async-update", "dynamic-update-slice", "scatter",
+    "parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "opt-barrier", "copy-start",
+    "slice-start", "async-update", "call-update", "dynamic-update-slice", "scatter", *RUNS,
 }  # fmt: skip
 _NUMBER = re.compile(r"((?:\b(?:layer|draft_stage)_)|(?:\[\\*.(?:layers|mtp)\\*.\]\[))\d+")
 

@@ -90,7 +90,7 @@ COST = {
         "flops": {"attention": 2e9}, "bytes": {"attention": 3 << 20, "window KV": 1 << 20}, "total_flops": 2e9,
         "total_bytes": 4 << 20,
     },
-    "compiled_flops": 3e9, "compiled_bytes": 6 << 20,
+    "compiled_flops": 3e9, "compiled_bytes": 6 << 20, "hbm_bytes": 5 << 20,
     "collectives": [
         {"kind": "all-gather", "count": 80.0, "operand_bytes": 2 << 20, "sent_bytes": 1 << 20, "largest_bytes": 1 << 19}
     ],
