@@ -23,7 +23,7 @@ from dsv41.engram_store import EngramStore, EngramTable
 from dsv41.models import Model, Params, abstract_drafter_params, abstract_params, abstract_vision_params
 from dsv41.models.sharded import param_shardings, param_specs
 from dsv41.ops.engram_hash import engram_hash_spec
-from dsv41.sharding import LOCAL, ShardingRules, preset_rules
+from dsv41.sharding import AXES, LOCAL, ShardingRules, preset_rules
 
 Path = tuple[str | int, ...]
 
@@ -132,12 +132,18 @@ def mesh_rules(config: ModelConfig, mesh: Mesh | None, rules: ShardingRules | No
     """The rules of a model on a mesh, by default those of the preset "decode"; `LOCAL` without a mesh.
 
     Raises:
-      DSV41Error: rules without a mesh, or a mesh that does not divide the model.
+      DSV41Error: rules without a mesh, rules for another one, a mesh that has other axes than `AXES` or that does not
+        divide the model.
     """
     if mesh is None:
         if rules not in (None, LOCAL):
             raise DSV41Error("sharding rules without a mesh to spread the model over")
         return LOCAL
+    # Along axes that no rule knows every device would do the whole work, and nothing would say so.
+    if unknown := [axis for axis in mesh.axis_names if axis not in AXES]:
+        raise DSV41Error(f"mesh axes {unknown}: expected some of {', '.join(AXES)}; see dsv41.sharding.make_mesh")
+    if rules is not None and (missing := [axis for axis in rules.tokens if axis not in mesh.axis_names]):
+        raise DSV41Error(f"sharding rules name {missing}, the mesh has the axes {', '.join(mesh.axis_names)} only")
     return preset_rules("decode", mesh.shape, config.text_config) if rules is None else rules
 
 
