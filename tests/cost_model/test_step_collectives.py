@@ -27,17 +27,16 @@ def planned(spec, mesh):
     """The most collectives of a layer, by kind.
 
     Experts: there and back. Heads: tokens are joined before attention and its output is summed into parts. A selecting
-    layer whose devices share rows joins what each selected. One whose pages are spread exchanges page tables once a
-    source, gathers queries, ranks to owners and back, and fetches what was selected.
+    layer whose devices share rows joins what each selected. One whose pages are spread gathers new entries if it has
+    any, queries, and what is asked for; ranks go to owners, and so do the entries that were selected.
     """
     kinds = {"all-to-all": 2, "all-gather": 0, "sums": 0}
     if "tensor" in mesh:
         kinds["all-gather"] += 1 + spec.selects + spec.builds_candidates
         kinds["sums"] += 1
     elif spec.selects:
-        kinds["all-to-all"] += 1
+        kinds["all-to-all"] += 2
         kinds["all-gather"] += 3 if spec.mode is LayerMode.FULL else 2
-        kinds["sums"] += 1
     return kinds
 
 
