@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dsv41.cache import ForwardBatch, KVCache, cache_specs
+from dsv41.cache import ForwardBatch, KVCache, PageOwners, cache_specs
 from dsv41.cache.kv_cache import abstract_cache
 from dsv41.cache.layout import CacheLayout
 from dsv41.config import DSV41Error, ModelConfig, layer_schedule
@@ -122,7 +122,8 @@ def abstract_step(config: ModelConfig, sizes: StepSizes, mesh: Mesh) -> Step:
     if verify and not c.num_nextn_predict_layers:
         raise DSV41Error("program 'verify': the model has no drafter")
     layout = CacheLayout.from_config(c, draft_tokens=tokens - 1 if verify else 0)
-    pages = sizes.rows * layout.pages_for(sizes.context)
+    owners = PageOwners.of(rules, sizes.mesh_sizes)
+    pages = owners.pages_for_all(sizes.rows, layout.pages_for(sizes.context))
     cache = abstract_cache(c, layout, num_slots=sizes.rows, max_tokens=sizes.context, num_pages=pages)
     static = {"config": config} if verify else {"config": config, "logits": "last", "tail": tail}
     drafter = abstract_drafter_params(config) if verify else None

@@ -66,6 +66,15 @@ def test_one_device_holds_what_the_files_do(released):
     assert {kind: found[kind] for kind in inventory_bytes(released)} == inventory_bytes(released)
 
 
+@pytest.mark.skipif(jax.device_count() < 8, reason="eight devices are needed")
+def test_pages_that_do_not_divide_over_a_group(tiny):
+    """One page of a sequence over 8 devices: each has room for one of every sequence, as in a cache that runs."""
+    described, step = step_of(tiny, program="decode", rows=8, context=128, mesh="sequence=8")
+    mesh = make_mesh(described.mesh_sizes, jax.devices()[:8])
+    real = init_cache(tiny.text_config, num_slots=8, max_tokens=128, mesh=mesh, rules=described.rules_for(tiny))
+    assert [x.shape for x in jax.tree.leaves(step.cache)] == [x.shape for x in jax.tree.leaves(real)]
+
+
 @pytest.mark.parametrize(("mesh", "heads", "vocabulary"), [("data=8", 1, 1), ("data=2,tensor=4", 4, 4)])
 def test_devices_share_experts_heads_and_vocabulary(released, mesh, heads, vocabulary):
     whole = inventory_bytes(released)
