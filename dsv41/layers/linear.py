@@ -78,7 +78,7 @@ class Linear(nnx.Module):
     @property
     def stored(self) -> QuantizedArray:
         """The weight with its scales and format."""
-        scales = None if self.format is WeightFormat.BF16 else self.scale[...]
+        scales = self.scale[...] if self.format.has_scales else None
         return QuantizedArray(self.weight[...], scales, self.format)
 
     def __call__(self, x: jax.Array) -> jax.Array:

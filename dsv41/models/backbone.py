@@ -53,13 +53,13 @@ class Backbone(nnx.Module):
     """Embedding, blocks, final norm and head. Attribute paths are the checkpoint's tensor names.
 
     With `rules` it is one device's part of a model spread over a mesh (inside `jax.shard_map`): residuals are those of
-    the device's tokens (`TokenSplit`).
+    the device's tokens (`TokenSplit`). `formats` are those of the checkpoint unless they are given.
     """
 
-    def __init__(self, config: ModelConfig, rules: ShardingRules = LOCAL):
+    def __init__(self, config: ModelConfig, rules: ShardingRules = LOCAL, formats: BlockFormats | None = None):
         c = config.text_config
         self.config, self.rules = c, rules
-        schedule, formats = layer_schedule(c), BlockFormats.of(config)
+        schedule, formats = layer_schedule(c), formats or BlockFormats.of(config)
         self.embed = _Table(c.vocab_size, c.hidden_size)
         self.layers = nnx.List([Block(c, schedule, spec, formats, rules) for spec in schedule.layers])
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)

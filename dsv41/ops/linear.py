@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from dsv41.ops.straight_through import activation_fp8, group_product_bf16, product_bf16
 from pallas_kernels.fixed_order import contract, contract_groups
 from pallas_kernels.fp8_linear.ops import fp8_linear
 from pallas_kernels.quantize import ops as quantize
@@ -24,6 +25,12 @@ class WeightFormat(enum.Enum):
     BF16 = "bf16"
     FP8_BLOCK = "fp8_block"  # E4M3, one E8M0 scale per 32x32 tile
     FP4_ROW = "fp4_row"  # packed E2M1, one E8M0 scale per 32 input columns of a row
+    # bfloat16 values of one of the two formats above, taken as these are: what training sees of a quantised weight
+    QAT = "qat"
+
+    @property
+    def has_scales(self) -> bool:
+        return self in (WeightFormat.FP8_BLOCK, WeightFormat.FP4_ROW)
 
 
 @jax.tree_util.register_dataclass
@@ -31,9 +38,8 @@ class WeightFormat(enum.Enum):
 class QuantizedArray:
     """A stored weight [..., out, in]: bytes, scales and what they mean."""
 
-    values: (
-        Any  # BF16: bfloat16 [..., out, in]; FP8_BLOCK: float8_e4m3fn [..., out, in]; FP4_ROW: uint8 [..., out, in/2]
-    )
+    # BF16, QAT: bfloat16 [..., out, in]; FP8_BLOCK: float8_e4m3fn [..., out, in]; FP4_ROW: uint8 [..., out, in/2]
+    values: Any
     scales: Any  # None; uint8 [..., ceil(out/32), ceil(in/32)]; uint8 [..., out, in/32]
     format: WeightFormat = dataclasses.field(metadata={"static": True})
 
@@ -51,8 +57,11 @@ class QuantizedArray:
 
 
 def fake_quantize_fp8(x: jax.Array) -> jax.Array:
-    """What a matrix unit sees of an activation: bfloat16 [..., C] after the round trip through FP8 groups of 32."""
-    return quantize.dequantize_fp8(*quantize.quantize_fp8(x))
+    """What a matrix unit sees of an activation: bfloat16 [..., C] after the round trip through FP8 groups of 32.
+
+    The gradient passes straight through.
+    """
+    return activation_fp8(x)
 
 
 def linear(x: jax.Array, weight: QuantizedArray) -> jax.Array:
@@ -69,7 +78,9 @@ def linear_sum(x: jax.Array, weight: QuantizedArray) -> jax.Array:
 
 def product(x: jax.Array, weight: QuantizedArray) -> jax.Array:
     """bfloat16 [..., in], taken as it is -> float32 [..., out]."""
-    if weight.format is not WeightFormat.FP8_BLOCK:
+    if not weight.format.has_scales:
+        return product_bf16(x, weight.values)
+    if weight.format is WeightFormat.FP4_ROW:
         return contract(x, weight.dequantize())
     y = fp8_linear(x.reshape(-1, 1, x.shape[-1]), weight.values, weight.scales)
     return y.reshape(*x.shape[:-1], -1)
@@ -81,7 +92,9 @@ def grouped_linear(x: jax.Array, weight: QuantizedArray) -> jax.Array:
     x bfloat16 [..., G, in] -> bfloat16 [..., G, out].
     """
     groups, width = x.shape[-2:]
-    if weight.format is not WeightFormat.FP8_BLOCK:
+    if not weight.format.has_scales:
+        return round_to_bf16(group_product_bf16(x, weight.values.reshape(groups, -1, width)))
+    if weight.format is WeightFormat.FP4_ROW:
         return round_to_bf16(contract_groups(x, weight.dequantize().reshape(groups, -1, width)))
     y = fp8_linear(x.reshape(-1, groups, width), weight.values, weight.scales)
     return round_to_bf16(y.reshape(*x.shape[:-1], -1))

@@ -18,6 +18,9 @@ from pallas_kernels.quantize.ref import (
     WEIGHT_BLOCK,
     dequantize_weight_fp4,
     dequantize_weight_fp8,
+    quantize_rows_fp8,
+    quantize_weight_fp4,
+    quantize_weight_fp8,
 )
 
 __all__ = [
@@ -33,6 +36,9 @@ __all__ = [
     "quantize_fp8",
     "quantize_kv_fp4",
     "quantize_mxfp4",
+    "quantize_rows_fp8",
+    "quantize_weight_fp4",
+    "quantize_weight_fp8",
     "write_index",
     "write_main",
     "write_window",

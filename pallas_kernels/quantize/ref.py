@@ -21,6 +21,8 @@ WEIGHT_BLOCK = 32
 _FP8_AMAX_FLOOR = 1e-4
 _MXFP4_AMAX_FLOOR = 6.0 * 2.0**-126
 _KV_FP4_AMAX_FLOOR = 6.0 * 2.0**-9
+# Of stored weights: only so small that every code times its scale is a normal bfloat16.
+_WEIGHT_FP8_AMAX_FLOOR = 448.0 * 2.0**-117
 
 
 def _grouped(x: jax.Array, group: int) -> jax.Array:
@@ -117,6 +119,42 @@ def dequantize_weight_fp8(values: jax.Array, scales: jax.Array) -> jax.Array:
 def dequantize_weight_fp4(packed: jax.Array, scales: jax.Array) -> jax.Array:
     """Bytes [..., out, in/2] in adjacent order, E8M0 uint8 [..., out, in/32] -> bfloat16 [..., out, in]."""
     return dequantize_mxfp4(packed, scales)
+
+
+def quantize_rows_fp8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Stored rows (Engram tables): [..., C] -> E4M3 [..., C] and E8M0 uint8 [..., C/32].
+
+    As `quantize_fp8`, but small groups keep their precision.
+    """
+    grouped = _grouped(x, FP8_GROUP)
+    scales = formats.ceil_log2_ratio_exponent(_amax(grouped, _WEIGHT_FP8_AMAX_FLOOR), formats.E4M3_MAX)
+    codes = formats.f32_to_e4m3(grouped * formats.e8m0_reciprocal_to_f32(scales)[..., None])
+    return codes.reshape(x.shape), scales
+
+
+def quantize_weight_fp8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """float [..., out, in] -> E4M3 [..., out, in] and E8M0 uint8 [..., ceil(out/32), ceil(in/32)], one a tile.
+
+    The scale is the smallest power of two with which no value saturates, so that values that such a tile stores come
+    back exactly, whatever scale they were stored with. Tiles at the edges may be smaller.
+    """
+    out_dim, in_dim = x.shape[-2:]
+    pad = [(0, 0)] * (x.ndim - 2) + [(0, -out_dim % WEIGHT_BLOCK), (0, -in_dim % WEIGHT_BLOCK)]
+    tiles = jnp.pad(x.astype(jnp.float32), pad)
+    shape = tiles.shape
+    tiles = tiles.reshape(*shape[:-2], shape[-2] // WEIGHT_BLOCK, WEIGHT_BLOCK, shape[-1] // WEIGHT_BLOCK, WEIGHT_BLOCK)
+    largest = _amax(tiles, _WEIGHT_FP8_AMAX_FLOOR).max(axis=-2)
+    # The maximum of floats may skip a NaN that `_amax` kept.
+    largest = jnp.where(jnp.isnan(tiles).any(axis=(-3, -1)), jnp.nan, largest)
+    scales = formats.ceil_log2_ratio_exponent(largest, formats.E4M3_MAX)
+    codes = formats.f32_to_e4m3(tiles * formats.e8m0_reciprocal_to_f32(scales)[..., :, None, :, None])
+    return codes.reshape(shape)[..., :out_dim, :in_dim], scales
+
+
+def quantize_weight_fp4(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """float [..., out, in] -> bytes [..., out, in/2] in adjacent order, E8M0 uint8 [..., out, in/32]; as
+    `quantize_mxfp4`. Values that such a row stores come back exactly."""
+    return quantize_mxfp4(x)
 
 
 def _in_range(outer: jax.Array, inner: jax.Array, num_outer: int, num_inner: int) -> jax.Array:
