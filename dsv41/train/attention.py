@@ -1,0 +1,233 @@
+"""CSA2 attention over packed rows, without a cache, with gradients (architecture.md section 3).
+
+Weights and arithmetic are those of `dsv41.layers.Attention`; only how entries are found is another: window entries lie
+in a band of the row, compressed entries are numbered through the row. One softmax over both has one maximum here, where
+serving rescales block by block: the results differ by 1e-3 of their root mean square.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from dsv41.layers import Attention
+from dsv41.ops import compressor as compression
+from dsv41.ops.rope import table_of
+from dsv41.ops.straight_through import activation_fp8, einsum_bf16, index_mxfp4, main_kv_fp4, product_bf16
+from dsv41.train.indexer_loss import IndexerLoss, index_loss
+from dsv41.train.master_weights import FULL_QAT, QAT
+from dsv41.train.pack import PackedBatch
+from dsv41.train.selection import Visible, explore, select
+from pallas_kernels.rope import apply_rope
+from pallas_kernels.rounding import round_to_bf16
+from pallas_kernels.tiling import query_tile
+
+_NEVER = -1e30
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """What layers hand to those behind them. Gradients of all readers add up in float32."""
+
+    main: dict[int, jax.Array]  # by source layer: float32 [B, S, H] compressed KV, bfloat16 values
+    index: dict[int, jax.Array]  # by source layer: float32 [B, S, C] index keys, bfloat16 values
+    selected: jax.Array | None = None  # int32 [B, T, K] entries of the row, -1 unused
+    candidates: jax.Array | None = None  # int32 [B, T, P] candidate blocks of the row, -1 unused
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionOptions:
+    """How attention is trained.
+
+    Attributes:
+      qat: what is rounded as in serving.
+      explored: entries drawn at random that a query attends to besides those selected.
+    """
+
+    qat: QAT = FULL_QAT
+    explored: int = 0
+
+
+def attend_packed(
+    attn: Attention,
+    x: jax.Array,
+    pack: PackedBatch,
+    shared: Shared,
+    rope: tuple[jax.Array, jax.Array],
+    key: jax.Array,
+    options: AttentionOptions,
+) -> tuple[jax.Array, Shared, IndexerLoss | None]:
+    """One attention sublayer.
+
+    Args:
+      attn: on one device, with weights of `WeightFormat.QAT` or `BF16`.
+      x: bfloat16 [B, T, D], normalised.
+      pack: the rows.
+      shared: of the layers before.
+      rope: tables of sliding and of compressed layers, float32 [at least T, 2, r].
+      key: of what is explored.
+      options: see there.
+
+    Returns:
+      y bfloat16 [B, T, D], what the layers behind read, and what a selecting layer's indexer has to learn.
+    """
+    spec, qat = attn.spec, options.qat
+    table = table_of(spec, rope)[pack.position]
+    qr, q = attn.queries(x, table)
+    window = apply_rope(attn.kv_norm(attn.wkv(x)), table)
+    window = activation_fp8(window) if qat.window else window
+    if spec.owns_kv:
+        shared = _compress(attn, x, pack, shared, rope, qat)
+    query = None
+    if spec.selects:
+        query = _index_query(attn, x, qr, table, qat)
+        shared = _select(attn, query, pack, shared, key, options)
+    main, selected = None, None
+    if spec.is_compressed:
+        main, selected = shared.main[spec.kv_source], shared.selected
+    with jax.named_scope("attend"):
+        o, mass = core_attention(
+            q, window, window_start(attn, pack), main, selected, attn.attn_sink[...], width=attn.config.sliding_window
+        )
+    loss = None
+    if spec.selects:
+        loss = index_loss(*query, shared.index[spec.kv_source], selected, mass, pack.valid)
+    return attn.output(apply_rope(o, table[:, :, None], inverse=True)), shared, loss
+
+
+def window_start(attn: Attention, pack: PackedBatch) -> jax.Array:
+    """int32 [B, T]: the first token of the row in each query's window, itself the last.
+
+    In decoder layers the window of a replayed token begins with the replay (training.md section 7.2).
+    """
+    first = jnp.maximum(pack.position - attn.config.sliding_window + 1, 0)
+    if attn.spec.in_decoder:
+        first = jnp.maximum(first, pack.window_floor)
+    return pack.start + first
+
+
+@jax.named_scope("compress")
+def _compress(attn: Attention, x, pack: PackedBatch, shared: Shared, rope, qat: QAT) -> Shared:
+    """Main KV and index keys of every group of the row; those behind a document's last whole group are never seen."""
+    spec, part = attn.spec, attn.compressor
+    if spec.ratio == 1:
+        latent = part.norm(part.wkv(x))
+    else:
+        value, gate = product_bf16(x, part.wkv.weight[...]), product_bf16(x, part.wgate.weight[...])
+        group = jnp.arange(x.shape[1], dtype=jnp.int32).reshape(1, -1, spec.ratio)
+        group = jnp.broadcast_to(group, (x.shape[0], *group.shape[1:]))
+        latent = compression.pool_groups(value, gate, group, part.norm.weight[...], attn.config.rms_norm_eps)
+    table = table_of(spec, rope)[pack.position[:, :: spec.ratio]]
+    indexer = attn.indexer
+    # The model does not learn from the indexer's loss, nor the indexer from the model's (training.md section 4.2).
+    index = apply_rope(indexer.k_norm(indexer.keys(jax.lax.stop_gradient(latent))), table)
+    main = apply_rope(latent, table)
+    if qat.main:
+        index, main = index_mxfp4(index), main_kv_fp4(main)
+    return dataclasses.replace(
+        shared,
+        main=shared.main | {spec.index: main.astype(jnp.float32)},
+        index=shared.index | {spec.index: index.astype(jnp.float32)},
+    )
+
+
+def _index_query(attn: Attention, x, qr, table, qat: QAT) -> tuple[jax.Array, jax.Array]:
+    """Rotated index queries bfloat16 [B, T, N, C] and head weights bfloat16 [B, T, N], of detached inputs."""
+    c, indexer = attn.config, attn.indexer
+    x, qr = jax.lax.stop_gradient((x, qr))
+    q = apply_rope(indexer.wq_b(qr).reshape(*x.shape[:2], c.index_n_heads, c.index_head_dim), table[:, :, None])
+    factor = c.index_head_dim**-0.5 * c.index_n_heads**-0.5
+    weights = round_to_bf16(indexer.weights_proj(x).astype(jnp.float32) * factor)
+    return index_mxfp4(q) if qat.main else q, weights
+
+
+@jax.named_scope("select")
+def _select(attn: Attention, query, pack: PackedBatch, shared: Shared, key, options: AttentionOptions) -> Shared:
+    spec = attn.spec
+    if spec.reads_candidates and shared.candidates is None:
+        raise ValueError(f"layer {spec.index} selects inside a candidate pool that no layer before it built")
+    visible = Visible.of(pack.start, pack.position, pack.valid, spec.ratio)
+    candidates = shared.candidates if spec.reads_candidates else None
+    keys = shared.index[spec.kv_source].astype(jnp.bfloat16)
+    selected, built = select(*query, keys, visible, attn.indexer.sizes, candidates)
+    if options.explored:
+        selected = explore(jax.random.fold_in(key, spec.index), selected, visible, options.explored)
+    candidates = built if spec.builds_candidates else shared.candidates
+    return dataclasses.replace(shared, selected=selected, candidates=candidates)
+
+
+def core_attention(
+    q: jax.Array,
+    window: jax.Array,
+    first: jax.Array,
+    main: jax.Array | None,
+    selected: jax.Array | None,
+    sink: jax.Array,
+    *,
+    width: int,
+) -> tuple[jax.Array, jax.Array | None]:
+    """One softmax over a band of window entries, selected entries and a sink, a tile of queries at a time.
+
+    Args:
+      q: bfloat16 [B, T, N, H].
+      window: bfloat16 [B, T, H], key and value of each token.
+      first: int32 [B, T], the first token that each query sees, at most `width` - 1 before it.
+      main: float32 [B, S, H], compressed entries; None: none.
+      selected: int32 [B, T, K] entries of each query, -1 unused.
+      sink: float32 [N].
+      width: static, of the window.
+
+    Returns:
+      o bfloat16 [B, T, N, H]; float32 [B, T, K], the probabilities of the selected entries summed over heads, without
+      gradient.
+    """
+    b, t, n, h = q.shape
+    k = 0 if selected is None else selected.shape[2]
+    tile = query_tile(t, b * (n * (2 * width + k) * 8 + k * h * 6))
+    tiles = -(-t // tile)
+
+    def cut(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, [(0, 0), (0, tiles * tile - t)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(b, tiles, tile, *x.shape[2:]), 1, 0)
+
+    # Each tile's keys: those of its own tokens and of the width - 1 before them.
+    token = jnp.arange(tiles)[:, None] * tile - width + 1 + jnp.arange(tile + width - 1)
+    band = jnp.moveaxis(window[:, jnp.clip(token, 0, t - 1)], 1, 0)
+    parts = (cut(q), band, token, cut(first), None if selected is None else cut(selected))
+
+    @jax.checkpoint
+    def one(part):
+        return _attend_tile(*part, main, sink, width)
+
+    o, mass = jax.lax.map(one, parts)
+
+    def join(x: jax.Array) -> jax.Array:
+        x = jnp.moveaxis(x, 0, 1)
+        return x.reshape(b, tiles * tile, *x.shape[3:])[:, :t]
+
+    return join(o), None if mass is None else join(mass)
+
+
+def _attend_tile(q, band, token, first, selected, main, sink, width: int):
+    """q [B, t, N, H], band [B, w, H], token [w], first [B, t], selected [B, t, K]; see `core_attention`."""
+    scale = q.shape[-1] ** -0.5
+    own = token[width - 1 :]
+    seen = (token[None, None] >= first[..., None]) & (token <= own[:, None])
+    logits = [jnp.where(seen[:, :, None], einsum_bf16("btnh,bsh->btns", q, band) * scale, _NEVER)]
+    if selected is not None:
+        # Gathered in float32, so that their gradients are added so.
+        rows = jnp.take_along_axis(main, jnp.maximum(selected, 0).reshape(q.shape[0], -1, 1), axis=1)
+        rows = rows.reshape(*selected.shape, -1).astype(jnp.bfloat16)
+        used = (selected >= 0)[:, :, None]
+        logits.append(jnp.where(used, einsum_bf16("btnh,btkh->btnk", q, rows) * scale, _NEVER))
+    top = jax.lax.stop_gradient(jnp.concatenate(logits, axis=-1).max(axis=-1, keepdims=True))
+    p = [jnp.where(x > _NEVER, jnp.exp(x - top), 0.0) for x in logits]
+    total = sum(x.sum(axis=-1, keepdims=True) for x in p) + jnp.exp(jnp.minimum(sink[:, None] - top, 80.0))
+    o = einsum_bf16("btns,bsh->btnh", round_to_bf16(p[0]), band)
+    if selected is None:
+        return round_to_bf16(o / total), None
+    o = o + einsum_bf16("btnk,btkh->btnh", round_to_bf16(p[1]), rows)
+    return round_to_bf16(o / total), jax.lax.stop_gradient((p[1] / total).sum(axis=2))

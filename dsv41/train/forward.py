@@ -1,0 +1,205 @@
+"""The training forward: packed rows to losses (training.md)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dsv41.config import ModelConfig
+from dsv41.layers import Block, Residual, open_streams, with_parameters
+from dsv41.models import Backbone, Params
+from dsv41.ops.straight_through import product_of_master, rows_fp8
+from dsv41.train.attention import AttentionOptions, Shared, attend_packed
+from dsv41.train.experts import moe_sublayer
+from dsv41.train.indexer_loss import IndexerLoss
+from dsv41.train.master_weights import engram_tables, forward_params
+from dsv41.train.pack import PackedBatch, alignment
+from dsv41.train.router_balance import Loads, count_loads, sequence_balance
+from pallas_kernels.dispatch import kernels
+from pallas_kernels.hyper_connection import ops as mhc
+from pallas_kernels.rounding import round_to_bf16
+
+# Tokens whose logits exist at a time.
+_HEAD_TOKENS = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardOptions:
+    """What is trained, and how.
+
+    Attributes:
+      attention: rounding, and exploration of the indexers.
+      indexer_weight, balance_weight: of the two losses beside that of the language model.
+      rematerialize: blocks are computed again in the backward pass.
+      taps: also return what a drafter reads.
+    """
+
+    attention: AttentionOptions = dataclasses.field(default_factory=AttentionOptions)
+    indexer_weight: float = 1.0
+    balance_weight: float = 1e-4
+    rematerialize: bool = True
+    taps: bool = False
+
+
+class Hidden(NamedTuple):
+    """What the last block leaves, and what happened before."""
+
+    x: jax.Array  # bfloat16 [B, T, D], behind the final norm
+    loads: Loads
+    indexer: IndexerLoss
+    balance: jax.Array  # float32 [], mean over layers
+    taps: jax.Array | None  # bfloat16 [B, T, taps * D]
+
+
+def train_forward(
+    masters: Params,
+    pack: PackedBatch,
+    rope: tuple[jax.Array, jax.Array],
+    key: jax.Array,
+    *,
+    config: ModelConfig,
+    options: ForwardOptions,
+) -> tuple[jax.Array, dict[str, Any]]:
+    """The loss of a batch, differentiable in the masters, on one device.
+
+    Args:
+      masters: float32, as `training_params_abstract` describes.
+      pack: rows of documents.
+      rope: as `rope_tables` makes them.
+      key: of what indexers explore.
+      config, options: static.
+
+    Returns:
+      loss float32 []: the mean cross-entropy of the tokens in `loss_mask`, the weighted mean divergence of indexers and
+      the weighted balance losses of all layers. And what it is made of: lm_loss, indexer_loss, balance_loss (mean over
+      layers) float32 [], tokens int32 [], loads (`Loads`), hidden bfloat16 [B, T, D], with `options.taps` also
+      main_hidden bfloat16 [B, T, taps * D].
+    """
+    hidden = run_layers(masters, pack, rope, key, config=config, options=options)
+    total = cross_entropy(hidden.x, masters["head"]["weight"], pack.targets, pack.loss_mask)
+    tokens = pack.loss_mask.sum()
+    lm_loss = total / jnp.maximum(tokens, 1)
+    indexer_loss = hidden.indexer.total / jnp.maximum(hidden.indexer.queries, 1)
+    loss = lm_loss + options.indexer_weight * indexer_loss
+    loss = loss + options.balance_weight * hidden.balance * config.text_config.num_hidden_layers
+    aux = {"lm_loss": lm_loss, "indexer_loss": indexer_loss, "balance_loss": hidden.balance, "tokens": tokens}
+    aux |= {"loads": hidden.loads, "hidden": hidden.x}
+    return loss, aux if hidden.taps is None else aux | {"main_hidden": hidden.taps}
+
+
+def run_layers(
+    masters: Params,
+    pack: PackedBatch,
+    rope: tuple[jax.Array, jax.Array],
+    key: jax.Array,
+    *,
+    config: ModelConfig,
+    options: ForwardOptions,
+) -> Hidden:
+    """All blocks and the final norm; arguments as of `train_forward`."""
+    qat = options.attention.qat
+    model = with_parameters(Backbone(config, formats=qat.formats(config)), forward_params(masters, config, qat))
+    tables = engram_tables(masters, config)
+    quantized = qat.weights and config.quantization_config is not None
+    streams = open_streams(_embed(masters["embed"]["weight"], pack), config.text_config.hc_mult)
+    rope = jax.tree.map(jnp.asarray, rope)
+    state = (streams, Shared({}, {}))
+    layers, taps = [], []
+    # Kernels have no derivatives.
+    with kernels("xla"):
+        for n, block in enumerate(model.layers):
+            rows = None
+            if block.spec.engram is not None:
+                rows = tables[block.spec.engram][pack.engram_rows[:, :, block.spec.engram]]
+                rows = rows_fp8(rows) if quantized else round_to_bf16(rows)
+
+            def layer(state, rows, block=block):
+                return _layer(block, *state, rows, pack, rope, key, config, options)
+
+            with jax.named_scope(f"layer_{n}"):
+                state, made = (jax.checkpoint(layer) if options.rematerialize else layer)(state, rows)
+            layers.append(made)
+            if options.taps and block.spec.tap is not None:
+                taps.append(made.tap)
+        residual = state[0].complete()
+        x = model.norm(mhc.collapse(residual.streams, residual.pre))
+    loads = Loads(*(jnp.stack(part) for part in zip(*(made.loads for made in layers), strict=True)))
+    losses = [made.indexer for made in layers if made.indexer is not None]
+    zero = jnp.zeros((), jnp.float32)
+    indexer = IndexerLoss(sum((x.total for x in losses), zero), sum((x.queries for x in losses), zero))
+    balance = sum(made.balance for made in layers) / len(layers)
+    return Hidden(x, loads, indexer, balance, jnp.concatenate(taps, axis=-1) if taps else None)
+
+
+class _Made(NamedTuple):
+    """What a layer leaves besides the residual."""
+
+    loads: Loads
+    indexer: IndexerLoss | None
+    balance: jax.Array
+    tap: jax.Array | None
+
+
+def _layer(
+    block: Block, residual: Residual, shared: Shared, rows, pack: PackedBatch, rope, key, config: ModelConfig, options
+) -> tuple[tuple[Residual, Shared], _Made]:
+    """One block; rows bfloat16 [B, T, K, D] of its Engram, or None."""
+    text = config.text_config
+    if rows is not None:
+        residual = residual.complete()
+        residual = Residual(block.engram(residual.streams, rows, None, pack.image_mask), residual.pre)
+    with jax.named_scope("attention"):
+        entered = block.enter(residual, "attn")
+        tap = None
+        if options.taps and block.spec.tap is not None:
+            tap = round_to_bf16(entered.streams.astype(jnp.float32).mean(axis=2))
+        y, shared, indexer = attend_packed(block.attn, entered.x, pack, shared, rope, key, options.attention)
+        residual = entered.leave(y)
+    with jax.named_scope("moe"):
+        entered = block.enter(residual, "ffn")
+        y, experts, scores = moe_sublayer(block.ffn, entered.x, pack.valid, pack.image_mask)
+        residual = entered.leave(y)
+    loads = count_loads(experts, pack, text.n_routed_experts)
+    balance = sequence_balance(scores, pack, top_k=text.num_experts_per_tok, align=alignment(config))
+    return (residual, shared), _Made(loads, indexer, balance, tap)
+
+
+def _embed(table: jax.Array, pack: PackedBatch) -> jax.Array:
+    """bfloat16 [B, T, D]; the gradient of a token's row is summed in float32."""
+    x = round_to_bf16(table[pack.tokens])
+    if pack.image_embeds is None:
+        return x
+    return jnp.where(pack.image_mask[..., None], pack.image_embeds, x)
+
+
+@jax.named_scope("head")
+def cross_entropy(x: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.Array) -> jax.Array:
+    """Sum of -log p(target) over the tokens of `mask`, a part of the tokens at a time.
+
+    Args:
+      x: bfloat16 [B, T, D].
+      head: float32 [V, D], rounded to bfloat16.
+      targets: int32 [B, T].
+      mask: bool [B, T].
+
+    Returns:
+      float32 [].
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    part = min(_HEAD_TOKENS, rows.shape[0])
+
+    def cut(a: jax.Array) -> jax.Array:
+        return jnp.pad(a, ((0, -a.shape[0] % part),) + ((0, 0),) * (a.ndim - 1)).reshape(-1, part, *a.shape[1:])
+
+    @jax.checkpoint
+    def add(total, args):
+        x, target, counts = args
+        logits = product_of_master(x, head)
+        losses = jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
+        return total + jnp.where(counts, losses, 0.0).sum(), None
+
+    parts = (cut(rows), cut(targets.reshape(-1)), cut(mask.reshape(-1)))
+    return jax.lax.scan(add, jnp.zeros((), jnp.float32), parts)[0]
