@@ -79,6 +79,7 @@ def _inputs(tokens: int, max_tokens: int):
     batch = ForwardBatch(
         tokens=zeros.astype(np.int32), num_new=num_new.astype(np.int32), start=start.astype(np.int32),
         slot=np.arange(SLOTS, dtype=np.int32), image_mask=zeros.astype(bool), engram_values=None, engram_scales=None,
+        write_from=(start + 2 * (start == 511)).astype(np.int32),
     )  # fmt: skip
     return params, xs, batch
 
