@@ -40,10 +40,11 @@ from dsv41.config import DSV41Error, ModelConfig
 from dsv41.engine import PREFILL_CHUNK, GenerationResult, check_prompts, generate
 from dsv41.engine.engine_options import CED, FULL, check_prefill
 from dsv41.images import expand_images
+from dsv41.sharding.agreement import check_same_input
 from dsv41.sharding.processes import is_first_process
 from launch.cli import new_flags, run
 from launch.engram import EngramFlags, engram_report
-from launch.images import ImageFlags
+from launch.images import ImageFlags, image_bytes
 from launch.load_model import ModelFlags, progress_bar
 from launch.mesh_flags import MeshFlags
 from launch.sampling import SamplingFlags, StopFlags, parse_ids
@@ -131,6 +132,7 @@ def main() -> None:
     prompt = expand_images(_prompt(config), images, **ids)
     check_prompts(config, [prompt], _MAX_NEW_TOKENS.value)
     model, load_s = _MODEL.load(vision=_IMAGES.given, drafter=speculation is not None, mesh=_MESH)
+    check_same_input(prompt=repr(list(prompt)).encode(), images=image_bytes(images))
     model = _ENGRAM.place(model)
     printer = TextPrinter(model.tokenizer, stop)
     with progress_bar(FLAGS.verbose) as bar:

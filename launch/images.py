@@ -1,5 +1,7 @@
 """The --image flag of a script, and reading the files that it names."""
 
+from collections.abc import Sequence
+
 from absl import flags
 
 from dsv41.config import DSV41Error, ModelConfig
@@ -27,3 +29,8 @@ class ImageFlags:
         if self.given and config.vision_config is None:
             raise DSV41Error("--image: the config has no vision_config")
         return [read_image(path, config.vision_config) for path in self._values.image]
+
+
+def image_bytes(images: Sequence[PreparedImage]) -> bytes:
+    """What tells these images from others."""
+    return ",".join(image.content_hash for image in images).encode()

@@ -16,6 +16,7 @@ from dsv41.checkpoint.token_map import load_tokenizer
 from dsv41.config import DSV41Error, ModelConfig, load_config, with_overrides
 from dsv41.data import TINY_MODEL
 from dsv41.models import Model
+from dsv41.sharding.agreement import check_same_input
 from dsv41.sharding.processes import is_first_process
 from launch.cli import overrides
 from launch.mesh_flags import MeshFlags
@@ -97,7 +98,11 @@ class ModelFlags:
         """
         started = time.perf_counter()
         self.start_device()
-        spread = {} if mesh is None else {"mesh": mesh.mesh(), "rules": mesh.rules(self.config())}
+        spread = {}
+        if mesh is not None:
+            config = self.config()
+            spread = {"mesh": mesh.mesh(), "rules": mesh.rules(config)}
+            check_same_input(config=repr(config).encode())
         with progress_bar(self._values.verbose, in_bytes=True) as bar:
             task = bar.add_task("loading", total=None)
             model = dsv41.load(

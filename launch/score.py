@@ -35,9 +35,10 @@ from dsv41.config import DSV41Error, ModelConfig
 from dsv41.evals import CHUNK, ArrayFileWriter, check_target, check_tokens, read_tokens, score_tokens
 from dsv41.images import PreparedImage
 from dsv41.models import Model, check_images
+from dsv41.sharding.agreement import check_same_input
 from dsv41.sharding.processes import is_first_process
 from launch.cli import new_flags, run
-from launch.images import ImageFlags
+from launch.images import ImageFlags, image_bytes
 from launch.load_model import ModelFlags, progress_bar
 from launch.mesh_flags import MeshFlags
 
@@ -132,6 +133,10 @@ def main() -> None:
         raise DSV41Error(f"{_TOKENS.value}: --logprobs_only needs two tokens a row or more, got 1")
     images = _images(config, tokens)
     model, load_s = _MODEL.load(vision=_IMAGES.given, mesh=_MESH)
+    check_same_input(
+        tokens=repr(tokens.shape).encode() + tokens.tobytes(),
+        images=image_bytes([image for row in images for image in row]),
+    )
     started = time.perf_counter()
     name, shape, mean = _score_to_file(model, tokens, images)
     report = {

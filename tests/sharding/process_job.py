@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from dsv41.config import DSV41Error
 from dsv41.sharding import fetch, make_mesh, place
+from dsv41.sharding.agreement import check_same_input
 from dsv41.sharding.identity import resolve_identity
 from dsv41.sharding.processes import fail_processes, finish_processes, is_first_process, start_processes
 from dsv41.sharding.watch import Limits
@@ -34,6 +35,7 @@ def main(mode, port, count, index):
     limits = Limits(start=60, silence=5 if mode.startswith("stop") else 30)
     start_processes(identity, limits=limits, agree={"--mode": mode})
     logging.getLogger().warning("started")
+    check_same_input(config=b"the same", tokens=bytes([index if mode == "input" else 0]))
     mesh = make_mesh({"data": jax.device_count()})
     sums = total(mesh, 1.0)
     print(f"sum {sums}, first {is_first_process()}", flush=True)

@@ -85,6 +85,14 @@ def test_bad_input_of_one_has_its_own_status(tmp_path):
     assert last_line(job.err(1)) == "job: a.json: no such file"
 
 
+def test_other_input_in_one_of_them_is_named(tmp_path):
+    """Else their programs would differ, and wait for each other."""
+    job = start(tmp_path, "input")
+    assert sorted(job.end(90)) in ([1, 2], [2, 2])
+    assert f"tokens: process 1 on {HOST} has read something else than process 0" in job.err(0) + job.err(1)
+    assert job.out(0) == ""
+
+
 def test_a_single_process_starts_nothing():
     assert start_processes(Identity()) is None and running_processes() is None and is_first_process()
     finish_processes()
