@@ -8,6 +8,7 @@ serving rescales block by block: the results differ by 1e-3 of their root mean s
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from dsv41.layers import Attention
 from dsv41.ops import compressor as compression
 from dsv41.ops.rope import table_of
 from dsv41.ops.straight_through import activation_fp8, einsum_bf16, index_mxfp4, main_kv_fp4, product_bf16
-from dsv41.train.indexer_loss import IndexerLoss, index_loss
+from dsv41.train.indexer_loss import IndexerLoss, index_loss, recall
 from dsv41.train.master_weights import FULL_QAT, QAT
 from dsv41.train.pack import PackedBatch
 from dsv41.train.selection import Visible, explore, select
@@ -25,6 +26,8 @@ from pallas_kernels.rounding import round_to_bf16
 from pallas_kernels.tiling import query_tile
 
 _NEVER = -1e30
+# Bytes that a tile of queries may make.
+_TILE_BYTES = 1 << 30
 
 
 @jax.tree_util.register_dataclass
@@ -45,10 +48,20 @@ class AttentionOptions:
     Attributes:
       qat: what is rounded as in serving.
       explored: entries drawn at random that a query attends to besides those selected.
+      recall: also measure what selections have of the best entries (`recall`), by attention to everything that a query
+        sees; for short held-out rows.
     """
 
     qat: QAT = FULL_QAT
     explored: int = 0
+    recall: bool = False
+
+
+class SelectionMetrics(NamedTuple):
+    """Of a selecting layer."""
+
+    loss: IndexerLoss
+    recall: jax.Array | None  # float32 []
 
 
 def attend_packed(
@@ -59,7 +72,7 @@ def attend_packed(
     rope: tuple[jax.Array, jax.Array],
     key: jax.Array,
     options: AttentionOptions,
-) -> tuple[jax.Array, Shared, IndexerLoss | None]:
+) -> tuple[jax.Array, Shared, SelectionMetrics | None]:
     """One attention sublayer.
 
     Args:
@@ -88,14 +101,23 @@ def attend_packed(
     main, selected = None, None
     if spec.is_compressed:
         main, selected = shared.main[spec.kv_source], shared.selected
+
+    def attend(selected):
+        first, sink = window_start(attn, pack), attn.attn_sink[...]
+        return core_attention(q, window, first, main, selected, sink, width=attn.config.sliding_window)
+
     with jax.named_scope("attend"):
-        o, mass = core_attention(
-            q, window, window_start(attn, pack), main, selected, attn.attn_sink[...], width=attn.config.sliding_window
-        )
-    loss = None
+        o, mass = attend(selected)
+    metrics = None
     if spec.selects:
         loss = index_loss(*query, shared.index[spec.kv_source], selected, mass, pack.valid)
-    return attn.output(apply_rope(o, table[:, :, None], inverse=True)), shared, loss
+        metrics = SelectionMetrics(loss, None)
+        if options.recall:
+            entry = jnp.arange(main.shape[1], dtype=jnp.int32)
+            every = jnp.where(Visible.of_pack(pack, spec.ratio).mask(entry), entry, -1)
+            chosen = selected[..., : selected.shape[-1] - options.explored]
+            metrics = SelectionMetrics(loss, recall(chosen, attend(every)[1], pack.valid))
+    return attn.output(apply_rope(o, table[:, :, None], inverse=True)), shared, metrics
 
 
 def window_start(attn: Attention, pack: PackedBatch) -> jax.Array:
@@ -149,7 +171,7 @@ def _select(attn: Attention, query, pack: PackedBatch, shared: Shared, key, opti
     spec = attn.spec
     if spec.reads_candidates and shared.candidates is None:
         raise ValueError(f"layer {spec.index} selects inside a candidate pool that no layer before it built")
-    visible = Visible.of(pack.start, pack.position, pack.valid, spec.ratio)
+    visible = Visible.of_pack(pack, spec.ratio)
     candidates = shared.candidates if spec.reads_candidates else None
     keys = shared.index[spec.kv_source].astype(jnp.bfloat16)
     selected, built = select(*query, keys, visible, attn.indexer.sizes, candidates)
@@ -186,7 +208,9 @@ def core_attention(
     """
     b, t, n, h = q.shape
     k = 0 if selected is None else selected.shape[2]
-    tile = query_tile(t, b * (n * (2 * width + k) * 8 + k * h * 6))
+    # Not longer than the window, or most of the band would be masked.
+    most = min(t, 1 << (max(width, 16) - 1).bit_length())
+    tile = query_tile(most, b * (n * (2 * width + k) * 8 + k * h * 6), _TILE_BYTES)
     tiles = -(-t // tile)
 
     def cut(x: jax.Array) -> jax.Array:

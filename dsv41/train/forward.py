@@ -12,7 +12,7 @@ from dsv41.config import ModelConfig
 from dsv41.layers import Block, Residual, open_streams, with_parameters
 from dsv41.models import Backbone, Params
 from dsv41.ops.straight_through import product_of_master, rows_fp8
-from dsv41.train.attention import AttentionOptions, Shared, attend_packed
+from dsv41.train.attention import AttentionOptions, SelectionMetrics, Shared, attend_packed
 from dsv41.train.experts import moe_sublayer
 from dsv41.train.indexer_loss import IndexerLoss
 from dsv41.train.master_weights import engram_tables, forward_params
@@ -51,6 +51,7 @@ class Hidden(NamedTuple):
     loads: Loads
     indexer: IndexerLoss
     balance: jax.Array  # float32 [], mean over layers
+    recall: jax.Array | None  # float32 [selecting layers], with `AttentionOptions.recall`
     taps: jax.Array | None  # bfloat16 [B, T, taps * D]
 
 
@@ -76,7 +77,7 @@ def train_forward(
       loss float32 []: the mean cross-entropy of the tokens in `loss_mask`, the weighted mean divergence of indexers and
       the weighted balance losses of all layers. And what it is made of: lm_loss, indexer_loss, balance_loss (mean over
       layers) float32 [], tokens int32 [], loads (`Loads`), hidden bfloat16 [B, T, D], with `options.taps` also
-      main_hidden bfloat16 [B, T, taps * D].
+      main_hidden bfloat16 [B, T, taps * D], with `AttentionOptions.recall` also recall float32 [selecting layers].
     """
     hidden = run_layers(masters, pack, rope, key, config=config, options=options)
     total = cross_entropy(hidden.x, masters["head"]["weight"], pack.targets, pack.loss_mask)
@@ -87,6 +88,7 @@ def train_forward(
     loss = loss + options.balance_weight * hidden.balance * config.text_config.num_hidden_layers
     aux = {"lm_loss": lm_loss, "indexer_loss": indexer_loss, "balance_loss": hidden.balance, "tokens": tokens}
     aux |= {"loads": hidden.loads, "hidden": hidden.x}
+    aux |= {} if hidden.recall is None else {"recall": hidden.recall}
     return loss, aux if hidden.taps is None else aux | {"main_hidden": hidden.taps}
 
 
@@ -127,18 +129,20 @@ def run_layers(
         residual = state[0].complete()
         x = model.norm(mhc.collapse(residual.streams, residual.pre))
     loads = Loads(*(jnp.stack(part) for part in zip(*(made.loads for made in layers), strict=True)))
-    losses = [made.indexer for made in layers if made.indexer is not None]
+    selections = [made.selection for made in layers if made.selection is not None]
+    losses = [made.loss for made in selections]
+    recalls = jnp.stack([made.recall for made in selections]) if options.attention.recall and selections else None
     zero = jnp.zeros((), jnp.float32)
     indexer = IndexerLoss(sum((x.total for x in losses), zero), sum((x.queries for x in losses), zero))
     balance = sum(made.balance for made in layers) / len(layers)
-    return Hidden(x, loads, indexer, balance, jnp.concatenate(taps, axis=-1) if taps else None)
+    return Hidden(x, loads, indexer, balance, recalls, jnp.concatenate(taps, axis=-1) if taps else None)
 
 
 class _Made(NamedTuple):
     """What a layer leaves besides the residual."""
 
     loads: Loads
-    indexer: IndexerLoss | None
+    selection: SelectionMetrics | None
     balance: jax.Array
     tap: jax.Array | None
 
@@ -156,7 +160,7 @@ def _layer(
         tap = None
         if options.taps and block.spec.tap is not None:
             tap = round_to_bf16(entered.streams.astype(jnp.float32).mean(axis=2))
-        y, shared, indexer = attend_packed(block.attn, entered.x, pack, shared, rope, key, options.attention)
+        y, shared, selection = attend_packed(block.attn, entered.x, pack, shared, rope, key, options.attention)
         residual = entered.leave(y)
     with jax.named_scope("moe"):
         entered = block.enter(residual, "ffn")
@@ -164,7 +168,7 @@ def _layer(
         residual = entered.leave(y)
     loads = count_loads(experts, pack, text.n_routed_experts)
     balance = sequence_balance(scores, pack, top_k=text.num_experts_per_tok, align=alignment(config))
-    return (residual, shared), _Made(loads, indexer, balance, tap)
+    return (residual, shared), _Made(loads, selection, balance, tap)
 
 
 def _embed(table: jax.Array, pack: PackedBatch) -> jax.Array:

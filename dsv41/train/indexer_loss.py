@@ -15,6 +15,9 @@ import jax.numpy as jnp
 from dsv41.ops.straight_through import einsum_bf16
 from pallas_kernels.tiling import map_query_tiles, query_tile
 
+# Bytes that a tile of queries may make.
+_TILE_BYTES = 1 << 29
+
 
 class IndexerLoss(NamedTuple):
     """Sum of the divergences of queries, and how many there are: float32 []."""
@@ -51,7 +54,7 @@ def index_loss(
 
     b, t, n, c = q.shape
     k = selected.shape[2]
-    divergence = map_query_tiles(tile, query_tile(t, b * k * (n + c) * 8), q, weights, selected, mass)
+    divergence = map_query_tiles(tile, query_tile(t, b * k * (n + c) * 8, _TILE_BYTES), q, weights, selected, mass)
     counts = valid & ((selected >= 0).sum(axis=-1) >= 2)
     return IndexerLoss(jnp.where(counts, divergence, 0.0).sum(), counts.sum().astype(jnp.float32))
 

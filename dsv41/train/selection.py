@@ -12,8 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from dsv41.ops.selection import SelectionSizes
+from dsv41.train.pack import PackedBatch
 from pallas_kernels.indexer import ops as indexer
 from pallas_kernels.tiling import map_query_tiles, query_tile
+
+# Bytes of scores that a tile of queries may make.
+_TILE_BYTES = 1 << 29
 
 
 class Visible(NamedTuple):
@@ -27,6 +31,10 @@ class Visible(NamedTuple):
         """start, position int32 [B, T]: where in the row the token's document begins, and where it is in that."""
         first = start // ratio
         return cls(first, first + jnp.where(valid, (position + 1) // ratio, 0))
+
+    @classmethod
+    def of_pack(cls, pack: PackedBatch, ratio: int) -> Visible:
+        return cls.of(pack.start, pack.position, pack.valid, ratio)
 
     def mask(self, entry: jax.Array) -> jax.Array:
         """bool, of entries int32 [S] or [B, T, S]."""
@@ -74,7 +82,7 @@ def select(
     arrays = jax.lax.stop_gradient((q, weights, *visible, candidates))
     keys = jax.lax.stop_gradient(keys)
     per_token = q.shape[0] * keys.shape[1] * (q.shape[2] + 4) * 4
-    return map_query_tiles(tile, query_tile(q.shape[1], per_token), *arrays)
+    return map_query_tiles(tile, query_tile(q.shape[1], per_token, _TILE_BYTES), *arrays)
 
 
 def _best(scores: jax.Array, count: int) -> jax.Array:

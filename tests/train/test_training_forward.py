@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dsv41.train import make_optimizer
 from dsv41.train.attention import AttentionOptions
@@ -20,17 +21,20 @@ from tests.models_for_tests import small_model
 from tests.train import packs
 
 
-def test_a_document_gives_the_logits_of_serving():
-    model = small_model()
-    tokens = packs.random_tokens(56)
-    hidden = packs.compiled()(packs.masters(), packs.pack([[Document(tokens)]]))
-    got = packs.logits(hidden.x)[0, :56]
-    served, _, _ = model.forward(model.make_batch([tokens]), model.init_cache(1, 64), logits="all")
-    served = np.asarray(served)[0, :56]
-    # The first token sees itself alone and is the same; others differ by summation order, which flips roundings to FP8
-    # and FP4 and now and then an entry selected. Measured: 1.1e-2.
-    assert np.array_equal(got[0], served[0])
-    assert relative_rms(got, served) < 2e-2
+def test_documents_give_the_logits_of_serving():
+    """Sums are taken in another order, so that now and then a value is rounded the other way. In this model of random
+    weights one such value changes FP8 and FP4 codes, selections and experts of all tokens behind it; until then logits
+    are equal bit for bit. A wrong reading of a formula would leave the first tokens at most."""
+    model, run, equal, worst = small_model(), packs.compiled(), [], 0.0
+    for seed in (3, 4, 5):
+        tokens = packs.random_tokens(56, seed)
+        got = packs.logits(run(packs.masters(), packs.pack([[Document(tokens)]])).x)[0, :56]
+        served, _, _ = model.forward(model.make_batch([tokens]), model.init_cache(1, 64), logits="all")
+        served = np.asarray(served)[0, :56]
+        equal.append(np.mean([np.array_equal(a, b) for a, b in zip(got, served, strict=True)]))
+        worst = max(worst, relative_rms(got, served))
+    assert np.mean(equal) > 0.3  # measured: 0.30, 0.50 and 1
+    assert worst < 8e-2  # measured: 1.0e-2, 3.3e-2 and 0
 
 
 def test_documents_of_a_row_do_not_know_of_each_other():
@@ -53,10 +57,9 @@ def test_a_replayed_tail_gives_what_the_deployed_prefill_gives():
     batch = dataclasses.replace(model.make_batch([prompt]), tail=np.array([window], np.int32))
     served, _, _ = model.forward(batch, model.init_cache(1, 64), logits="all", tail=window)
     served = np.asarray(served)[0]
-    # As in the test above; without the cut windows the tail is another one. Measured: RMS_FIGURES.
-    print("replay", relative_rms(replayed, served), relative_rms(whole, served))
-    assert relative_rms(replayed, served) < 2e-2
-    assert relative_rms(whole, served) > 4e-2
+    # Measured: 0 and 8.8e-2; see the first test on what is between.
+    assert relative_rms(replayed, served) < 5e-2
+    assert relative_rms(whole, served) > 6e-2
 
 
 @pytest.mark.slow
@@ -64,7 +67,7 @@ def test_a_replayed_tail_gives_what_the_deployed_prefill_gives():
 def test_a_small_batch_is_learnt_by_heart(qat):
     model, masters = small_model(), packs.masters()
     pack = packs.pack([[Document(packs.random_tokens(30, 1)), Document(packs.random_tokens(28, 2))]])
-    options = ForwardOptions(attention=AttentionOptions(qat=qat, explored=4))
+    options = ForwardOptions(attention=AttentionOptions(qat=qat, explored=4, recall=True))
     optimizer = make_optimizer(model.config, masters)
 
     @jax.jit
@@ -84,6 +87,7 @@ def test_a_small_batch_is_learnt_by_heart(qat):
                 assert np.isfinite(np.asarray(g)).all(), path
                 # Biases of the router are not the loss's.
                 assert np.asarray(g).any() != ("bias" in str(path[-1])), path
+    assert len(aux["recall"]) == 3 and all(0 < r <= 1 for r in aux["recall"])
     assert losses[0] > 5
     assert losses[-1] < 1e-3  # measured: 9e-5
     assert aux["tokens"] == 56
@@ -111,3 +115,30 @@ def test_the_indexers_learn_from_their_loss_alone():
         name = jax.tree_util.keystr(path)
         if "bias" not in name:
             assert (of_indexer, of_model) == (("indexer" in name), ("indexer" not in name)), name
+
+
+@pytest.mark.slow
+def test_rows_spread_over_devices_give_the_gradients_of_one():
+    model = small_model()
+    rows = [[Document(packs.random_tokens(30, i)), Document(packs.random_tokens(20, i + 9))] for i in range(2)]
+    pack, rope = packs.pack(rows), rope_tables(model.config, packs.LENGTH)
+    # Without the roundings that turn an ulp into another selection.
+    options = ForwardOptions(attention=AttentionOptions(qat=NO_QAT))
+
+    @jax.jit
+    def gradients(masters, pack):
+        loss = functools.partial(train_forward, config=model.config, options=options)
+        return jax.value_and_grad(loss, has_aux=True)(masters, pack, rope, jax.random.key(0))
+
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    (loss, aux), grads = gradients(packs.masters(), pack)
+    everywhere, by_row = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in ((), ("data",)))
+    spread = jax.device_put(packs.masters(), everywhere), jax.device_put(pack, by_row)
+    (spread_loss, spread_aux), spread_grads = gradients(*spread)
+    assert spread_aux["hidden"].sharding.spec[0] == "data"
+    # One maximum, sum or expert's rows more or less in a product: roundings to bfloat16 differ, and their gradients.
+    np.testing.assert_allclose(spread_loss, loss, rtol=1e-3)  # measured: 3e-5
+    assert relative_rms(np.asarray(spread_aux["hidden"]), np.asarray(aux["hidden"])) < 1e-2  # measured: 1.5e-3
+    for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(grads)[0], jax.tree.leaves(spread_grads), strict=True):
+        if np.asarray(a).any():
+            assert relative_rms(np.asarray(b), np.asarray(a)) < 0.1, path  # measured: 3e-2
