@@ -46,4 +46,6 @@ SPECS = (
     _spec("wq_b_t64", "bench", "aot", rows=64, out=32768, width=1280),
     _spec("wo_b_t512", "bench", "aot", rows=512, out=5120, width=8192),
     _spec("wq_b_t4096", "bench", "aot", rows=4096, out=32768, width=1280),
+    _spec("wkv_t4096", "bench", "aot", rows=4096, out=512, width=5120),
+    _spec("shared_t4096", "bench", "aot", rows=4096, out=2304, width=5120),
 )
