@@ -35,7 +35,7 @@ from dsv41.config import DSV41Error, LayerSpec, ModelConfig, TextConfig, layer_s
 from dsv41.cost_model import StepSizes, abstract_step, cache_bytes, parameter_bytes, total_bytes
 from dsv41.models import abstract_drafter_params, abstract_vision_params
 from dsv41.models.sharded import param_shardings, param_specs
-from dsv41.sharding import PRESETS, parse_mesh, preset_rules
+from dsv41.sharding import LOGICAL_AXES, PRESETS, parse_mesh, preset_rules
 from launch.cli import new_flags, overrides, run
 
 FLAGS = new_flags()
@@ -120,7 +120,7 @@ def _describe_mesh(config: ModelConfig) -> dict[str, Any]:
     return {
         "mesh": sizes,
         "sharding": _SHARDING.value,
-        "rules": dataclasses.asdict(rules),
+        "rules": {axis: getattr(rules, axis) for axis in LOGICAL_AXES},
         "devices": math.prod(sizes.values()),
         "rows": rows,
         "context": context,

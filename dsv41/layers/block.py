@@ -108,7 +108,16 @@ class Block(ResidualBlock):
         rules: ShardingRules = LOCAL,
     ):
         c, experts, top_k = config, config.n_routed_experts, config.num_experts_per_tok
-        moe = MoE(c, dense=formats.dense, routed=formats.routed, experts=experts, top_k=top_k, rules=rules)
+        placement = rules.placements[spec.index] if rules.placements else None
+        moe = MoE(
+            c,
+            dense=formats.dense,
+            routed=formats.routed,
+            experts=experts,
+            top_k=top_k,
+            rules=rules,
+            placement=placement,
+        )
         super().__init__(c, Attention(c, schedule, spec, formats.dense, rules), moe)
         self.spec, self.rules = spec, rules
         if spec.engram is not None:

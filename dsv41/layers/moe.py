@@ -7,9 +7,8 @@ from flax import nnx
 from dsv41.config import DSV41Error, TextConfig
 from dsv41.layers.linear import Linear, abstract
 from dsv41.ops import moe
-from dsv41.ops.expert_placement import ExpertPlacement
 from dsv41.ops.linear import WeightFormat
-from dsv41.sharding import LOCAL, ShardingRules
+from dsv41.sharding import LOCAL, ExpertPlacement, ShardingRules
 from pallas_kernels.rounding import round_to_bf16
 
 
@@ -34,7 +33,7 @@ class MoE(nnx.Module):
 
     With `rules.experts` it is one device's part inside `jax.shard_map`: the device's own tokens, and its own experts of
     the stacks. Gate and shared expert are the same on all devices. With a `placement` too, the stacks have extra slots
-    with copies of experts (`dsv41.ops.expert_placement.with_copies` fills them), and results are the same.
+    with copies of experts (`dsv41.ops.expert_copies.with_copies` fills them), and results are the same.
 
     Raises:
       DSV41Error: the placement is for another number of experts, or the experts are on one device.

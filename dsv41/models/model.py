@@ -21,7 +21,8 @@ from dsv41.models.backbone import ForcedChoices, Params
 from dsv41.models.sharded import compiled_forward
 from dsv41.models.vision import SpanEmbeds, check_images, embed_images, encode_image
 from dsv41.ops.engram_hash import EngramHashSpec, engram_hash_spec
-from dsv41.sharding import LOCAL, ShardingRules, fetch, place
+from dsv41.ops.expert_copies import with_copies
+from dsv41.sharding import LOCAL, ShardingRules, fetch, place, plan_copies
 
 # One bucket serves every verify length (2 to 6 tokens).
 _SHORTEST_CHUNK = 8
@@ -122,6 +123,35 @@ class Model:
             mesh=self.mesh,
             rules=self.rules,
         )
+
+    def with_expert_copies(self, loads: np.ndarray, extra: int) -> Model:
+        """This model with copies of hot experts on devices that have less to do; it gives the same bits.
+
+        Args:
+          loads: tokens by layer and expert, [layers, E], of any sample: the captured "experts.n" of `forward`, counted.
+          extra: experts that each device holds beside its own.
+
+        Raises:
+          DSV41Error: the model's experts are on one device, it has copies already, or the counts are of another shape.
+        """
+        text, axes = self.config.text_config, self.rules.experts
+        loads = np.asarray(loads)
+        if not axes or self.rules.placements:
+            raise DSV41Error("expert copies: the experts are on one device, or have copies already")
+        if loads.shape != (text.num_hidden_layers, text.n_routed_experts):
+            raise DSV41Error(
+                f"expert copies: expected counts [{text.num_hidden_layers}, {text.n_routed_experts}], got "
+                f"{list(loads.shape)}"
+            )
+        devices = math.prod(self.mesh.shape[axis] for axis in axes)
+        placements = tuple(plan_copies(row, devices=devices, extra=extra) for row in loads)
+        layers = {}
+        for n, placement in enumerate(placements):
+            layer = self.params["layers"][n]
+            experts = with_copies(layer["ffn"]["experts"], placement, self.mesh, self.rules)
+            layers[n] = layer | {"ffn": layer["ffn"] | {"experts": experts}}
+        rules = dataclasses.replace(self.rules, placements=placements)
+        return dataclasses.replace(self, params=self.params | {"layers": layers}, rules=rules)
 
     @property
     def row_shards(self) -> int:

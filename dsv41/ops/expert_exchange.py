@@ -35,10 +35,9 @@ import jax.numpy as jnp
 from dsv41.config import DSV41Error
 from dsv41.ops import collectives
 from dsv41.ops.expert_layout import block_rows, layout_by_expert, sum_in_order
-from dsv41.ops.expert_placement import ExpertPlacement
 from dsv41.ops.expert_transport import ExchangePlan, ExchangeSizes, Padded, Ragged, choose_transport, plan_exchange
 from dsv41.ops.linear import QuantizedArray, WeightFormat
-from dsv41.sharding import MeshAxes, ShardingRules
+from dsv41.sharding import ExpertPlacement, MeshAxes, ShardingRules
 from pallas_kernels import formats
 from pallas_kernels.experts.ops import expert_blocks
 from pallas_kernels.quantize import ops as quantize

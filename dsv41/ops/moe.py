@@ -7,9 +7,8 @@ import jax.numpy as jnp
 
 from dsv41.ops.expert_exchange import exchanged_experts
 from dsv41.ops.expert_layout import block_rows, layout_by_expert, sum_in_order
-from dsv41.ops.expert_placement import ExpertPlacement
 from dsv41.ops.linear import QuantizedArray, WeightFormat, fake_quantize_fp8, product
-from dsv41.sharding import LOCAL, ShardingRules
+from dsv41.sharding import LOCAL, ExpertPlacement, ShardingRules
 from pallas_kernels.experts.ops import expert_blocks
 from pallas_kernels.fixed_order import contract, with_fixed_rows
 from pallas_kernels.rounding import round_bf16, round_to_bf16
@@ -98,7 +97,7 @@ def routed_experts(
       limit: of SwiGLU.
       rules: with `rules.experts`, inside `jax.shard_map`, tokens are this device's own and so are the experts of the
         stacks; see `dsv41.ops.expert_exchange`.
-      placement: copies of experts in the stacks, see `dsv41.ops.expert_placement`.
+      placement: copies of experts in the stacks, see `dsv41.sharding.expert_placement`.
 
     Returns:
       float32 [T, D].

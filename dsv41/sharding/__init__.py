@@ -1,20 +1,24 @@
 """Meshes, and how logical axes are spread over them."""
 
+from dsv41.sharding.expert_placement import ExpertPlacement, plan_copies
 from dsv41.sharding.mesh import make_mesh, parse_mesh
 from dsv41.sharding.placement import fetch, place, zeros
 from dsv41.sharding.presets import PRESETS, preset_rules
-from dsv41.sharding.rules import AXES, LOCAL, MeshAxes, ShardingRules
+from dsv41.sharding.rules import AXES, LOCAL, LOGICAL_AXES, MeshAxes, ShardingRules
 
 __all__ = [
     "AXES",
     "LOCAL",
+    "LOGICAL_AXES",
     "PRESETS",
+    "ExpertPlacement",
     "MeshAxes",
     "ShardingRules",
     "fetch",
     "make_mesh",
     "parse_mesh",
     "place",
+    "plan_copies",
     "preset_rules",
     "zeros",
 ]

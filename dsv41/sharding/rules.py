@@ -7,11 +7,14 @@ import dataclasses
 from jax.sharding import PartitionSpec
 
 from dsv41.config import DSV41Error
+from dsv41.sharding.expert_placement import ExpertPlacement
 
 MeshAxes = tuple[str, ...]
 
 AXES = ("data", "sequence", "tensor")
 """Axes of a mesh, outermost first. What each is for is a preset's to say (`dsv41.sharding.presets`)."""
+
+LOGICAL_AXES = ("batch", "pages", "heads", "experts", "vocab", "engram_rows")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,7 @@ class ShardingRules:
       experts: routed experts.
       vocab: rows of embedding and head.
       engram_rows: rows of Engram tables that lie on devices.
+      placements: copies of experts, by layer of the backbone; none at all if empty.
 
     Raises:
       DSV41Error: an axis is named twice, or spreads what it may not spread; names the logical axis.
@@ -40,12 +44,13 @@ class ShardingRules:
     experts: MeshAxes = ()
     vocab: MeshAxes = ()
     engram_rows: MeshAxes = ()
+    placements: tuple[ExpertPlacement, ...] = ()
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            axes = getattr(self, field.name)
+        for name in LOGICAL_AXES:
+            axes = getattr(self, name)
             if len(set(axes)) != len(axes):
-                raise DSV41Error(f"sharding rules: {field.name}={axes} names an axis twice")
+                raise DSV41Error(f"sharding rules: {name}={axes} names an axis twice")
         if shared := set(self.batch) & set(self.heads):
             raise DSV41Error(f"sharding rules: batch and heads share {sorted(shared)}")
         if self.pages != self.batch[len(self.batch) - len(self.pages) :]:
@@ -71,9 +76,9 @@ class ShardingRules:
         for name in logical:
             axes = ()
             if name is not None:
-                axes = getattr(self, name, None)
-                if not isinstance(axes, tuple):
+                if name not in LOGICAL_AXES:
                     raise DSV41Error(f"sharding rules: no logical axis {name!r}")
+                axes = getattr(self, name)
             if twice := used & set(axes):
                 raise DSV41Error(f"sharding rules: an array with axes {logical} would use {sorted(twice)} twice")
             used |= set(axes)

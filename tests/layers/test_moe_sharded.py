@@ -9,9 +9,9 @@ from jax.sharding import PartitionSpec
 from dsv41.config import DSV41Error
 from dsv41.layers.linear import logical_axes_of, parameters_of, with_parameters
 from dsv41.layers.moe import MoE
-from dsv41.ops.expert_placement import plan_copies, with_copies
+from dsv41.ops.expert_copies import with_copies
 from dsv41.ops.linear import WeightFormat
-from dsv41.sharding import LOCAL, ShardingRules, make_mesh
+from dsv41.sharding import LOCAL, ShardingRules, make_mesh, plan_copies
 from tests.models_for_tests import tiny_model
 
 EXPERTS = 12

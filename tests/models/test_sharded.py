@@ -71,6 +71,29 @@ def test_every_preset_equals_one_device(preset, mesh):
     assert np.abs(found - expected).mean() < 1e-3
 
 
+@pytest.mark.slow
+@needs_eight
+def test_copies_of_hot_experts():
+    """Counted in one step, copied, and the same bits in the next one."""
+    model = on_mesh(small_model(), "data=2,sequence=2", "decode")
+    expected, choices = run(model)
+    layers, experts = len(model.schedule.layers), model.config.text_config.n_routed_experts
+    loads = np.stack([np.bincount(choices[f"experts.{n}"].reshape(-1), minlength=experts) for n in range(layers)])
+    copied = model.with_expert_copies(loads, 1)
+    w1 = copied.params["layers"][2]["ffn"]["experts"]["w1"]["weight"]
+    assert w1.shape[0] == experts + 4 and w1.sharding.spec == P(("data", "sequence"))
+    np.testing.assert_array_equal(run(copied)[0], expected)
+
+
+def test_copies_that_cannot_be():
+    with pytest.raises(DSV41Error, match="the experts are on one device"):
+        small_model().with_expert_copies(np.ones((7, 12)), 1)
+    rules = ShardingRules(batch=("data",), experts=("data",))
+    spread = dataclasses.replace(small_model(), rules=rules)
+    with pytest.raises(DSV41Error, match=r"expected counts \[7, 12\], got \[12\]"):
+        spread.with_expert_copies(np.ones(12), 1)
+
+
 def test_where_parameters_lie():
     """The released model on 64 devices."""
     config = load_config(ROOT / "configs" / "flash.json")

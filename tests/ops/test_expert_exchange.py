@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec
 
 from dsv41.config import DSV41Error
 from dsv41.ops import expert_transport
+from dsv41.ops.expert_copies import with_copies
 from dsv41.ops.expert_exchange import dequantize_by_product, exchanged_experts
-from dsv41.ops.expert_placement import ExpertPlacement, plan_copies, with_copies
 from dsv41.ops.linear import QuantizedArray, WeightFormat
 from dsv41.ops.moe import routed_experts
-from dsv41.sharding import AXES, ShardingRules, make_mesh
+from dsv41.sharding import AXES, ExpertPlacement, ShardingRules, make_mesh, plan_copies
 from pallas_kernels.quantize import ops as quantize
 
 EXPERTS, WIDTH, INNER, LIMIT = 16, 64, 32, 10.0

@@ -2,28 +2,17 @@
 
 Without a placement every expert lies on one device, and the device of a hot expert works while the others wait. A
 placement gives every device some extra slots with copies of other devices' experts; a row goes to one of its expert's
-copies, and gets the same bits from each.
-
-    placement = plan_copies(tokens_by_expert, devices=8, extra=1)       # from counts of an earlier run
-    params["experts"] = with_copies(params["experts"], placement, mesh, rules)
-    moe = MoE(config, ..., rules=rules, placement=placement)            # each layer has its own
+copies, and gets the same bits from each. `dsv41.models.Model.with_expert_copies` makes a model that has them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from dsv41.config import DSV41Error
-from dsv41.ops import collectives
-from dsv41.ops.sharded_rows import take_sharded_rows
-from dsv41.sharding import ShardingRules
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,40 +112,3 @@ def plan_copies(loads: np.ndarray, *, devices: int, extra: int) -> ExpertPlaceme
         held[target].append(e)
         copies[e] += 1
     return ExpertPlacement(experts=len(loads), extra=tuple(tuple(h[placement.own :]) for h in held))
-
-
-def with_copies(stacks: Any, placement: ExpertPlacement, mesh: Mesh, rules: ShardingRules) -> Any:
-    """Stacks with the extra slots of every device filled.
-
-    One copy a device moves at a time; a device needs memory for as many experts as there are devices meanwhile.
-
-    Args:
-      stacks: tree of arrays [E, ...], spread over `rules.experts` of the mesh.
-      placement: for these devices.
-      mesh, rules: of the parameters.
-
-    Returns:
-      the tree with [devices * slots, ...], spread alike.
-
-    Raises:
-      DSV41Error: the placement is for another number of devices or experts.
-    """
-    devices, spec = int(np.prod([mesh.shape[a] for a in rules.experts])), rules.spec("experts")
-    sizes = {x.shape[0] for x in jax.tree.leaves(stacks)}
-    if placement.devices != devices or sizes != {placement.experts}:
-        raise DSV41Error(
-            f"expert placement: made for {placement.experts} experts on {placement.devices} devices, used for "
-            f"{sorted(sizes)} on {devices}"
-        )
-    extra = np.array(placement.extra, np.int32)
-
-    def fill(stacks):
-        wanted = jnp.asarray(extra)[collectives.axis_index(rules.experts)]
-
-        def extended(x):
-            copies = [take_sharded_rows(x, wanted[j : j + 1], rules.experts) for j in range(extra.shape[1])]
-            return jnp.concatenate([x, *copies])
-
-        return jax.tree.map(extended, stacks)
-
-    return jax.jit(jax.shard_map(fill, mesh=mesh, in_specs=spec, out_specs=spec))(stacks)
