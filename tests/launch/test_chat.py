@@ -37,6 +37,7 @@ def cached(turn):
     return {tier: n for tier, n in turn["cached_tokens"].items() if n}
 
 
+@pytest.mark.slow
 def test_a_second_turn_goes_on_from_the_first(capsys):
     (first, second), tiers = report(capsys)
     tokenizer = load_tokenizer(DATA / "tiny_text")
@@ -57,17 +58,20 @@ def test_a_second_turn_goes_on_from_the_first(capsys):
     assert tiers["host"] == {"pages": 0, "bytes": 0, "prompt_tokens": 0} and "ssd" not in tiers
 
 
+@pytest.mark.slow
 def test_without_snapshots_the_window_is_replayed(capsys):
     (_, second), tiers = report(capsys, "--snapshot_minutes=0")
     assert not second["window_hit"] and second["replayed_tokens"] == 16 and cached(second)
     assert set(tiers) == {"hbm", "host"}
 
 
+@pytest.mark.slow
 def test_without_reuse_everything_is_computed(capsys):
     (first, second), _ = report(capsys, "--noreuse", "--host_gb=0")
     assert cached(first) == cached(second) == {} and second["fresh_tokens"] == second["prompt_tokens"]
 
 
+@pytest.mark.slow
 def test_a_second_run_goes_on_from_disk(capsys, tmp_path):
     """Its first prompt is the beginning of a page of the first run."""
     (first, _), tiers = report(capsys, f"--store={tmp_path / 'kv'}")

@@ -218,6 +218,7 @@ def test_sharded_equals_single(trained, spread):
         assert sharding == (named() if owner is None else by_name[owner]), name
 
 
+@pytest.mark.slow
 def test_a_quadratic_converges():
     """Half the squared distance to a target, of every parameter; a cosine takes the rate from 0.1 to 0."""
     target = _random(7)

@@ -48,6 +48,7 @@ def test_documents_of_a_row_do_not_know_of_each_other():
         assert np.array_equal(both[begin : begin + len(tokens)], alone[: len(tokens)])
 
 
+@pytest.mark.slow
 def test_a_replayed_tail_gives_what_the_deployed_prefill_gives():
     """Decoder windows of the last 16 prompt tokens begin with them (training.md section 7.2)."""
     model = small_model()
