@@ -21,6 +21,7 @@ import pathlib
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -206,10 +207,19 @@ def _save(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
             _sync_tree(path)
         except Exception as e:  # orbax raises whatever its layers do, tensorstore ValueError if the system refuses
             for left in path.parent.glob(f"{path.name}.orbax-checkpoint-tmp*"):
-                shutil.rmtree(left, ignore_errors=True)
+                _remove(left)
             if isinstance(e, OSError):
                 raise cannot_write(path, e) from e
             raise DSV41Error(f"{path}: cannot write the piece ({e})") from e
+
+
+def _remove(directory: pathlib.Path) -> None:
+    """Removes a directory in which threads of a save that failed may still be creating files."""
+    for _ in range(40):
+        shutil.rmtree(directory, ignore_errors=True)
+        if not directory.exists():
+            return
+        time.sleep(0.05)
 
 
 def _sync_tree(path: pathlib.Path) -> None:

@@ -126,6 +126,7 @@ class FakeRunner(EngineRunner):
         self.cache = FakeCache(self.rows, options.max_tokens, pages, self._window + self._plan.drafts)
         self.chunk = token_bucket(max(options.prefill_chunk, self._window))
         self._look_back = 0
+        self._ahead = None  # no Engram, nothing to fetch ahead
         self._state = request_state([], [], self.rows, 0)
         self._sampling, self._stop = [None] * self.rows, np.full((self.rows, options.stop_ids), -1, np.int32)
         self._flying = engine.collections.deque()

@@ -40,6 +40,7 @@ def test_golden_logits():
     assert error.mean() < 0.06 and error.max() < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [{"chunk": 7}, {"decode_from": 40}, {"chunk": 7, "decode_from": 45}])
 def test_the_cut_does_not_change_the_logits(cut):
     logits, logprobs = scored(**cut)
@@ -66,6 +67,7 @@ def test_rows_in_groups(monkeypatch):
     np.testing.assert_array_equal(pieces[1].logprobs[0], scored()[1][0])
 
 
+@pytest.mark.slow
 def test_logits_larger_than_the_limit_come_in_parts(monkeypatch):
     """As where a mesh wants more rows at a time than there is room for: 20 of 53 positions, the step has 64."""
     monkeypatch.setattr("dsv41.evals.score._LOGITS_BYTES", 20 * 512 * 4)

@@ -46,6 +46,7 @@ def test_generate(capsys, photo):
         assert (found["token_ids"], found["prompt_tokens"]) == (first["token_ids"], 14), prompt
 
 
+@pytest.mark.slow
 def test_several_images(capsys, photo):
     assert generated(capsys, photo, photo, "--prompt_ids=0,17,505,18,505")["prompt_tokens"] == 23
 
