@@ -23,7 +23,7 @@ from dsv41.engine.speculative_step import (
 )
 from dsv41.engram_store import StepLookup
 from dsv41.models import Params, forward
-from dsv41.models.sharded import on_mesh, param_specs
+from dsv41.models.sharded import made_once, on_mesh, param_specs
 from dsv41.ops.sampling import SamplingArrays, sample, step_keys
 from dsv41.ops.verification import emitted_tokens
 from dsv41.sharding import LOCAL, ShardingRules
@@ -107,8 +107,8 @@ def _round_on(mesh: Mesh | None, rules: ShardingRules, params, state, cache, inp
     return step(params, state, cache, inputs, lookup)
 
 
-@functools.cache
-def compiled_prefill_chunk(mesh: Mesh | None = None, rules: ShardingRules = LOCAL):
+@made_once
+def compiled_prefill_chunk(mesh: Mesh | None, rules: ShardingRules):
     """`prefill_chunk`, compiled once a shape for all models; the cache is updated in place."""
     return jax.jit(
         functools.partial(_chunk_on, mesh, rules),
@@ -118,8 +118,8 @@ def compiled_prefill_chunk(mesh: Mesh | None = None, rules: ShardingRules = LOCA
     )
 
 
-@functools.cache
-def compiled_plain_round(mesh: Mesh | None = None, rules: ShardingRules = LOCAL):
+@made_once
+def compiled_plain_round(mesh: Mesh | None, rules: ShardingRules):
     """`plain_round`, compiled once a shape for all models; state and cache are updated in place."""
     return jax.jit(
         functools.partial(_round_on, mesh, rules),

@@ -22,7 +22,7 @@ from dsv41.cache import ForwardBatch, KVCache, cache_specs
 from dsv41.config import ModelConfig
 from dsv41.engram_store import StepLookup
 from dsv41.models import Draft, Params, bind_drafter, draft, forward
-from dsv41.models.sharded import on_mesh, param_specs
+from dsv41.models.sharded import made_once, on_mesh, param_specs
 from dsv41.ops import collectives, verification
 from dsv41.ops.sampling import SamplingArrays, all_greedy, draw, filtered_logprobs, round_keys
 from dsv41.ops.verification import AcceptanceRule
@@ -336,8 +336,8 @@ def _prefill_on(mesh: Mesh | None, rules: ShardingRules, params, drafter, batch,
     return step(params, drafter, batch, cache)
 
 
-@functools.cache
-def compiled_round(mesh: Mesh | None = None, rules: ShardingRules = LOCAL):
+@made_once
+def compiled_round(mesh: Mesh | None, rules: ShardingRules):
     """`speculative_round`, compiled once a shape for all models; state and cache are updated in place."""
     return jax.jit(
         functools.partial(_round_on, mesh, rules),
@@ -347,8 +347,8 @@ def compiled_round(mesh: Mesh | None = None, rules: ShardingRules = LOCAL):
     )
 
 
-@functools.cache
-def compiled_prefill(mesh: Mesh | None = None, rules: ShardingRules = LOCAL):
+@made_once
+def compiled_prefill(mesh: Mesh | None, rules: ShardingRules):
     """`remember_prompt`, compiled once a shape for all models; the cache is updated in place."""
     return jax.jit(
         functools.partial(_prefill_on, mesh, rules),

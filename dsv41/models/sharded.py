@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ from dsv41.cache import ForwardBatch, KVCache, cache_specs
 from dsv41.config import DSV41Error, ModelConfig
 from dsv41.models.backbone import ForcedChoices, Params, backbone_axes, forward
 from dsv41.models.drafter import drafter_axes
-from dsv41.sharding import LOCAL, ShardingRules
+from dsv41.sharding import LOCAL, ShardingRules, devices_along
 from pallas_kernels.fixed_order import compiler_options
 
 
@@ -45,7 +44,7 @@ def spread(shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]
     """Size of each axis that a spec names, and over how many devices it is spread."""
     for size, axes in zip(shape, spec, strict=False):
         if axes is not None:
-            yield size, math.prod(sizes[a] for a in ((axes,) if isinstance(axes, str) else axes))
+            yield size, devices_along(sizes, (axes,) if isinstance(axes, str) else axes)
 
 
 def on_mesh(
@@ -62,8 +61,19 @@ def on_mesh(
     return jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-@functools.cache
-def compiled_forward(mesh: Mesh | None = None, rules: ShardingRules = LOCAL) -> Callable[..., Any]:
+def made_once(make: Callable[[Mesh | None, ShardingRules], Any]) -> Callable[..., Any]:
+    """`make(mesh, rules)`, once for each pair, whether a caller names the defaults (one device) or leaves them out."""
+    made = functools.cache(make)
+
+    @functools.wraps(make)
+    def get(mesh: Mesh | None = None, rules: ShardingRules = LOCAL) -> Any:
+        return made(mesh, rules)
+
+    return get
+
+
+@made_once
+def compiled_forward(mesh: Mesh | None, rules: ShardingRules) -> Callable[..., Any]:
     """`forward`, compiled once a shape for all models; the donated cache is updated in place.
 
     With a mesh, arguments and results are whole arrays spread over it: parameters by `param_specs`, the cache by

@@ -17,8 +17,9 @@ from dsv41.config import DSV41Error, load_config
 from dsv41.engine import Engine, EngineOptions, generate
 from dsv41.engine.mesh_checks import agreement, on_mesh
 from dsv41.engine.speculation import Speculation
+from dsv41.engine.speculative_step import compiled_round
 from dsv41.models import abstract_params
-from dsv41.models.sharded import param_shardings, param_specs
+from dsv41.models.sharded import compiled_forward, param_shardings, param_specs
 from dsv41.sharding import LOCAL, PRESETS, ShardingRules, make_mesh, parse_mesh, place, preset_rules
 from tests.golden import DATA
 from tests.models.filled_cache import filled
@@ -190,6 +191,12 @@ def test_rows_that_are_not_where_their_slots_are():
         model.forward(model.make_batch([[5], [6]], padded=False), cache)
     with pytest.raises(DSV41Error, match="num_slots=2 cannot be spread equally over 4 devices"):
         model.init_cache(2, 256)
+
+
+def test_one_device_has_one_program():
+    """However a caller says that there is no mesh."""
+    assert compiled_forward() is compiled_forward(None, LOCAL) is compiled_forward(rules=LOCAL)
+    assert compiled_round() is compiled_round(None, LOCAL)
 
 
 @needs_eight
