@@ -38,7 +38,7 @@ from dsv41.config import DSV41Error
 from dsv41.engine.mesh_checks import agreement, agreement_row_by_row, on_mesh
 from dsv41.engine.step_profile import LayerKernels, profile_step
 from dsv41.models import Model
-from dsv41.sharding import PRESETS, ShardingRules, make_mesh, parse_mesh, preset_rules
+from dsv41.sharding import PRESETS, ShardingRules, devices_along, first_devices, make_mesh, parse_mesh, preset_rules
 from launch.cli import new_flags, run
 from launch.load_model import ModelFlags
 
@@ -102,10 +102,10 @@ def links(meshes: list[str]) -> list[Row]:
     rows = []
     for text in meshes:
         sizes = parse_mesh(text)
-        devices = math.prod(sizes.values())
+        devices = devices_along(sizes, sizes)
         if devices == 1:
             continue
-        mesh = make_mesh(sizes, jax.devices()[:devices])
+        mesh = make_mesh(sizes, first_devices(sizes))
         for name in ("all_to_all", "all_gather", "reduce_scatter"):
             for size in _SIZES:
                 seconds = _collective_seconds(mesh, name, size)
@@ -141,11 +141,10 @@ def _collective_seconds(mesh, name: str, size: int, calls: int = 20) -> float:
 
 def _random_on(mesh: str) -> Model:
     config, sizes = _MODEL.config(), parse_mesh(mesh)
-    devices = math.prod(sizes.values())
-    if devices == 1:
+    if devices_along(sizes, sizes) == 1:
         return random_model(config, drafter=False)
     rules = preset_rules(_SHARDING.value, sizes, config.text_config)
-    return random_model(config, drafter=False, mesh=make_mesh(sizes, jax.devices()[:devices]), rules=rules)
+    return random_model(config, drafter=False, mesh=make_mesh(sizes, first_devices(sizes)), rules=rules)
 
 
 def steps(meshes: list[str]) -> list[Row]:

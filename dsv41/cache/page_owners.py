@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 
 import numpy as np
 
 from dsv41.config import DSV41Error
-from dsv41.sharding import ShardingRules
+from dsv41.sharding import ShardingRules, devices_along
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +29,7 @@ class PageOwners:
     @classmethod
     def of(cls, rules: ShardingRules, sizes: Mapping[str, int]) -> PageOwners:
         """By rules and the sizes of the mesh axes."""
-        devices, shards = (math.prod(sizes[axis] for axis in axes) for axes in (rules.batch, rules.pages))
+        devices, shards = (devices_along(sizes, axes) for axes in (rules.batch, rules.pages))
         return cls(devices // shards, shards)
 
     @property

@@ -19,7 +19,7 @@ from dsv41.cost_model.greedy_round import compiled_greedy_round
 from dsv41.models.backbone import abstract_params
 from dsv41.models.drafter import abstract_drafter_params
 from dsv41.models.sharded import compiled_forward, param_shardings, param_specs
-from dsv41.sharding import ShardingRules, parse_mesh, preset_rules
+from dsv41.sharding import ShardingRules, devices_along, parse_mesh, preset_rules
 
 PROGRAMS = ("prefill", "decode", "verify")
 
@@ -110,7 +110,7 @@ def abstract_step(config: ModelConfig, sizes: StepSizes, mesh: Mesh) -> Step:
         the model's; or there is no drafter to verify for.
     """
     c, rules = config.text_config, sizes.rules_for(config)
-    shards = math.prod(sizes.mesh_sizes[axis] for axis in rules.batch)
+    shards = devices_along(sizes.mesh_sizes, rules.batch)
     if sizes.rows % shards:
         raise DSV41Error(
             f"rows={sizes.rows} are not divisible by the {shards} parts that mesh {sizes.mesh} has for them"

@@ -16,7 +16,7 @@ from dsv41.config import LayerSpec, ModelConfig, TextConfig, layer_schedule
 from dsv41.cost_model.hlo import Shape
 from dsv41.cost_model.memory import kind_of, local_shapes
 from dsv41.cost_model.programs import Step, StepSizes
-from dsv41.sharding import ShardingRules
+from dsv41.sharding import ShardingRules, devices_along
 from pallas_kernels.page_layout import WindowLayout
 from pallas_kernels.quantize.ops import KV_FP4_GROUP, MXFP4_GROUP
 
@@ -49,8 +49,8 @@ class Tokens:
 
     @classmethod
     def of(cls, rows: int, of_row: int, sizes: Mapping[str, int], rules: ShardingRules) -> Tokens:
-        local = rows / math.prod(sizes[a] for a in rules.batch)
-        own = local * of_row / math.prod(sizes[a] for a in rules.heads)
+        local = rows / devices_along(sizes, rules.batch)
+        own = local * of_row / devices_along(sizes, rules.heads)
         return cls(rows=local, of_row=of_row, own=own, everywhere=rows * of_row)
 
 

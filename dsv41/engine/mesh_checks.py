@@ -11,7 +11,7 @@ from dsv41.checkpoint.load import spread_model
 from dsv41.config import LayerMode
 from dsv41.engine.step_profile import random_pages, step_at
 from dsv41.models import Model
-from dsv41.sharding import fetch, make_mesh, parse_mesh, preset_rules
+from dsv41.sharding import fetch, first_devices, make_mesh, parse_mesh, preset_rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ def on_mesh(model: Model, text: str, preset: str) -> Model:
       DSV41Error: the mesh is malformed, has more devices than there are, or does not divide the model.
     """
     sizes = parse_mesh(text)
-    mesh = make_mesh(sizes, jax.devices()[: int(np.prod(list(sizes.values())))])
+    mesh = make_mesh(sizes, first_devices(sizes))
     return spread_model(model, mesh, preset_rules(preset, sizes, model.config.text_config))
 
 

@@ -12,7 +12,6 @@ Axis letters: A groups of devices of one process, B sequences, T tokens, L Engra
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -23,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dsv41.engram_store.row_shards import RowShards, take_shard
 from dsv41.engram_store.store import EngramRows, EngramStore, EngramTable
 from dsv41.ops import collectives
-from dsv41.sharding import MeshAxes
+from dsv41.sharding import MeshAxes, devices_along
 
 Parts = tuple[np.ndarray, np.ndarray | None]
 
@@ -95,7 +94,7 @@ def join_rows(rows: EngramRows, mesh: Mesh, spec: PartitionSpec) -> tuple[jax.Ar
     axes = process_axes(mesh)
     owners = np.vectorize(lambda device: device.process_index)(mesh.devices)
     kept = [i for i, name in enumerate(mesh.axis_names) if name in axes]
-    groups = np.moveaxis(owners, kept, range(len(kept))).reshape(math.prod(mesh.shape[a] for a in axes), -1)[:, 0]
+    groups = np.moveaxis(owners, kept, range(len(kept))).reshape(devices_along(mesh.shape, axes), -1)[:, 0]
     # A process with several groups gives its part to the first of them, else it would be added twice.
     first = int(np.argmax(groups == jax.process_index()))
     none = EngramRows(*(None if x is None else np.zeros_like(x) for x in rows))
@@ -106,7 +105,7 @@ def add_parts(
     part: Callable[[int], EngramRows], mesh: Mesh, axes: MeshAxes, spec: PartitionSpec
 ) -> tuple[jax.Array, jax.Array | None]:
     """The sum of the parts of all groups of devices along `axes`; `part` is asked for groups of this process only."""
-    count = math.prod(mesh.shape[a] for a in axes)
+    count = devices_along(mesh.shape, axes)
     sharding = NamedSharding(mesh, PartitionSpec(axes or None))
     mine = next(iter(sharding.addressable_devices_indices_map((count,)).values()))[0].start or 0
     found = []

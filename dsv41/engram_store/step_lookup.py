@@ -13,7 +13,6 @@ Axis letters: B sequences, T tokens, L Engram layers, K rows a token and layer, 
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from typing import Any
 
@@ -28,7 +27,7 @@ from dsv41.engram_store.store import EngramStore, EngramTable
 from dsv41.ops.engram_hash import EngramHashSpec
 from dsv41.ops.engram_hash_device import EngramHashArrays, classes_window_device, engram_hash_arrays, row_ids_device
 from dsv41.ops.sharded_rows import take_sharded_rows
-from dsv41.sharding import MeshAxes, place
+from dsv41.sharding import MeshAxes, devices_along, place
 
 # Tables up to this size are copied to the device.
 DEVICE_BYTES = 1 << 28
@@ -170,7 +169,7 @@ def _place_table(table: EngramTable) -> tuple[jax.Array, jax.Array | None]:
 
 
 def _shard_table(table: EngramTable, mesh: Mesh, axes: MeshAxes) -> tuple[jax.Array, jax.Array | None]:
-    shards = RowShards(rows=table.rows, shards=math.prod(mesh.shape[a] for a in axes))
+    shards = RowShards(rows=table.rows, shards=devices_along(mesh.shape, axes))
     sharding = NamedSharding(mesh, PartitionSpec(axes or None))
     parts: dict[int, EngramTable] = {}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from dsv41.models.sharded import compiled_forward
 from dsv41.models.vision import SpanEmbeds, check_images, embed_images, encode_image
 from dsv41.ops.engram_hash import EngramHashSpec, engram_hash_spec
 from dsv41.ops.expert_copies import with_copies
-from dsv41.sharding import LOCAL, ShardingRules, fetch, place, plan_copies
+from dsv41.sharding import LOCAL, ShardingRules, devices_along, fetch, place, plan_copies
 
 # One bucket serves every verify length (2 to 6 tokens).
 _SHORTEST_CHUNK = 8
@@ -143,7 +142,7 @@ class Model:
                 f"expert copies: expected counts [{text.num_hidden_layers}, {text.n_routed_experts}], got "
                 f"{list(loads.shape)}"
             )
-        devices = math.prod(self.mesh.shape[axis] for axis in axes)
+        devices = devices_along(self.mesh.shape, axes)
         placements = tuple(plan_copies(row, devices=devices, extra=extra) for row in loads)
         layers = {}
         for n, placement in enumerate(placements):
@@ -156,7 +155,7 @@ class Model:
     @property
     def row_shards(self) -> int:
         """Devices or groups of them that the rows of a step are spread over, in equal runs."""
-        return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in self.rules.batch)
+        return 1 if self.mesh is None else devices_along(self.mesh.shape, self.rules.batch)
 
     def batch_rows(self, rows: int) -> int:
         """Rows that a batch is padded to: `batch_bucket`, and divisible by `row_shards`."""

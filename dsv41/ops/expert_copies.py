@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from dsv41.config import DSV41Error
 from dsv41.ops import collectives
 from dsv41.ops.sharded_rows import take_sharded_rows
-from dsv41.sharding import ExpertPlacement, ShardingRules
+from dsv41.sharding import ExpertPlacement, ShardingRules, devices_along
 
 
 def with_copies(stacks: Any, placement: ExpertPlacement, mesh: Mesh, rules: ShardingRules) -> Any:
@@ -31,7 +31,7 @@ def with_copies(stacks: Any, placement: ExpertPlacement, mesh: Mesh, rules: Shar
     Raises:
       DSV41Error: the placement is for another number of devices or experts.
     """
-    devices, spec = int(np.prod([mesh.shape[a] for a in rules.experts])), rules.spec("experts")
+    devices, spec = devices_along(mesh.shape, rules.experts), rules.spec("experts")
     sizes = {x.shape[0] for x in jax.tree.leaves(stacks)}
     if placement.devices != devices or sizes != {placement.experts}:
         raise DSV41Error(

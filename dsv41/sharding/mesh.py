@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -28,6 +28,16 @@ def parse_mesh(text: str) -> dict[str, int]:
             raise DSV41Error(f"mesh {text!r}: expected each of {', '.join(AXES)} at most once, as in data=4,tensor=2")
         sizes[match[1]] = int(match[2])
     return {axis: sizes.get(axis, 1) for axis in AXES}
+
+
+def devices_along(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
+    """How many devices the axes have together; 1 over none. `sizes` are those of a mesh (`Mesh.shape`)."""
+    return math.prod(sizes[axis] for axis in axes)
+
+
+def first_devices(sizes: Mapping[str, int]) -> list[jax.Device]:
+    """As many of the devices as a mesh of these sizes has; all of them, if that is more."""
+    return jax.devices()[: devices_along(sizes, sizes)]
 
 
 def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:

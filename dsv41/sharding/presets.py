@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 
 from dsv41.config import DSV41Error, TextConfig
+from dsv41.sharding.mesh import devices_along
 from dsv41.sharding.rules import LOCAL, MeshAxes, ShardingRules
 
 PRESETS = ("decode", "prefill", "train")
@@ -42,7 +43,7 @@ def preset_rules(preset: str, sizes: Mapping[str, int], config: TextConfig) -> S
         return tuple(axis for axis in axes if sizes.get(axis, 1) > 1)
 
     heads = present("tensor")
-    if config.o_groups % math.prod(sizes[a] for a in heads):
+    if config.o_groups % devices_along(sizes, heads):
         raise DSV41Error(f"mesh axis tensor={sizes['tensor']}: does not divide the {config.o_groups} groups of heads")
     every = present("data", "sequence", "tensor")
     rules = ShardingRules(
@@ -65,6 +66,6 @@ def _experts(config: TextConfig) -> int:
 
 def _dividing(count: int, axes: MeshAxes, sizes: Mapping[str, int]) -> MeshAxes:
     """The longest run of last axes whose devices divide `count`."""
-    while axes and count % math.prod(sizes[a] for a in axes):
+    while axes and count % devices_along(sizes, axes):
         axes = axes[1:]
     return axes

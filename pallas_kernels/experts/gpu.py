@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels.compat import gpu_problem
 from pallas_kernels.experts import block_sizes
 from pallas_kernels.experts.ref import Weight
+from pallas_kernels.thread_kernel import run_threads
 
 
 def problem(x: jax.Array, w1: Weight, w2: Weight) -> str | None:
@@ -63,33 +64,8 @@ def _run(plan: block_sizes.FewPlan | block_sizes.ManyPlan, x, block_expert, weig
         kind(Program(), plan, x, block_expert, halves, row_weight, out, shared, limit).run()
 
     arrays = (x, block_expert, *weights, *([row_weight] if plan.gated else []))
-    return _launch(program, arrays, plan, "expert_inner" if plan.gated else "expert_outer")
-
-
-def _launch(program, arrays, plan, name: str) -> jax.Array:
-    """Runs `program(*arrays, out, shared)` of one thread; returns out, bfloat16 [blocks, rows, plan.out]."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    num_arrays = len(arrays) + 2
-
-    def body(*refs):
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * num_arrays)
-        def run(_, *refs):
-            program(*refs)
-
-        run(*refs)
-
-    kernel = plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((plan.blocks, plan.rows, plan.out), jnp.bfloat16),
-        grid=(plan.grid,),
-        grid_names=("block",),
-        kernel_name=name,
-        num_threads=plan.warpgroups,
-        thread_name="warpgroup",
-        scratch_types=[plgpu.SMEM((-(-plan.shared_bytes // 4),), jnp.uint32)],
-        compiler_params=plgpu.CompilerParams(
-            unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
-    )
-    return kernel(*arrays)
+    out = jax.ShapeDtypeStruct((plan.blocks, plan.rows, plan.out), jnp.bfloat16)
+    return run_threads(
+        program, arrays, [out], blocks=plan.grid, warpgroups=plan.warpgroups,
+        shared_words=-(-plan.shared_bytes // 4), name="expert_inner" if plan.gated else "expert_outer",
+    )[0]  # fmt: skip

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.compat import gpu_problem
 from pallas_kernels.indexer import block_sizes
+from pallas_kernels.thread_kernel import run_threads
 
 
 def block_maxima(
@@ -68,30 +69,13 @@ def problem(q_values: jax.Array, weights: jax.Array, pool: jax.Array, *, block_s
 
 def _launch(program, arrays, shape: tuple[int, int], heads: int, width: int, plan) -> jax.Array:
     """Runs `program(s, queries, *other arrays, out, shared)` of one thread; returns out, float32 [shape]."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     from pallas_kernels.indexer.gpu_program import Program
     from pallas_kernels.indexer.gpu_scores import Queries
 
-    num_arrays = len(arrays) + 2
+    def run(values, scales, weights, visible, *rest):
+        program(Program(), Queries(values, scales, weights, visible, heads, width), *rest)
 
-    def body(*refs):
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * num_arrays)
-        def run(_, values, scales, weights, visible, *rest):
-            program(Program(), Queries(values, scales, weights, visible, heads, width), *rest)
-
-        run(*refs)
-
-    kernel = plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct(shape, jnp.float32),
-        grid=(plan.blocks,),
-        grid_names=("block",),
-        num_threads=plan.warpgroups,
-        thread_name="warpgroup",
-        scratch_types=[plgpu.SMEM((-(-plan.shared_bytes // 4),), jnp.uint32)],
-        compiler_params=plgpu.CompilerParams(
-            unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
-    )
-    return kernel(*arrays)
+    return run_threads(
+        run, arrays, [jax.ShapeDtypeStruct(shape, jnp.float32)], blocks=plan.blocks, warpgroups=plan.warpgroups,
+        shared_words=-(-plan.shared_bytes // 4),
+    )[0]  # fmt: skip

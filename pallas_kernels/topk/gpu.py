@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.compat import gpu_problem
+from pallas_kernels.thread_kernel import run_threads
 from pallas_kernels.topk import block_sizes
 from pallas_kernels.topk.gpu_plan import Plan
 from pallas_kernels.topk.gpu_program import Arrays, TopK
@@ -33,46 +34,29 @@ def topk(scores: jax.Array, k: int, *, lengths: jax.Array | None = None) -> jax.
 
 def _launch(plan: Plan, scores: jax.Array, lengths: jax.Array | None, mapping: jax.Array | None):
     """ids int32 [rows, splits / cluster * slots] and, if the plan asks for it, their scores float32."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     from pallas_kernels.simt import Simt
 
     rows = scores.shape[0]
     shape = (rows, plan.splits // plan.cluster * plan.slots)
-    clusters = {"cluster": (plan.cluster,), "cluster_names": ("part",)} if plan.cluster > 1 else {}
     inputs = [x for x in (scores, lengths, mapping) if x is not None]
     outputs = [jax.ShapeDtypeStruct(shape, jnp.int32)]
     if plan.values:
         outputs.append(jax.ShapeDtypeStruct(shape, jnp.float32))
 
-    def body(*refs):
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
-        def program(_, *refs):
-            refs = list(refs)
-            arrays = Arrays(
-                scores=refs.pop(0),
-                lengths=None if lengths is None else refs.pop(0),
-                mapping=None if mapping is None else refs.pop(0),
-                ids=refs.pop(0),
-                values=refs.pop(0) if plan.values else None,
-            )
-            TopK(Simt(), plan, arrays, refs.pop(0)).run()
+    def program(*refs):
+        refs = list(refs)
+        arrays = Arrays(
+            scores=refs.pop(0),
+            lengths=None if lengths is None else refs.pop(0),
+            mapping=None if mapping is None else refs.pop(0),
+            ids=refs.pop(0),
+            values=refs.pop(0) if plan.values else None,
+        )
+        TopK(Simt(), plan, arrays, refs.pop(0)).run()
 
-        program(*refs)
-
-    body.__name__ = "topk_parts" if plan.splits > 1 else "topk_merge" if plan.mapped else "topk"
-    kernel = plgpu.kernel(
-        body,
-        out_type=outputs,
-        grid=(rows * plan.splits // plan.cluster,),
-        grid_names=("cluster",),
-        **clusters,
-        num_threads=plan.threads // 128,
-        thread_name="warpgroup",
-        scratch_types=[plgpu.SMEM((plan.shared_words,), jnp.uint32)],
-        compiler_params=plgpu.CompilerParams(
-            unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
-    )
-    out = kernel(*inputs)
+    out = run_threads(
+        program, inputs, outputs, blocks=rows * plan.splits // plan.cluster, warpgroups=plan.threads // 128,
+        shared_words=plan.shared_words, cluster=plan.cluster,
+        name="topk_parts" if plan.splits > 1 else "topk_merge" if plan.mapped else "topk",
+    )  # fmt: skip
     return out[0], out[1] if plan.values else None
