@@ -11,7 +11,6 @@ is needed. With --json, stdout is exactly one JSON object.
 
 import dataclasses
 import json
-import math
 import sys
 from typing import Any
 
@@ -35,7 +34,7 @@ from dsv41.config import DSV41Error, LayerSpec, ModelConfig, TextConfig, layer_s
 from dsv41.cost_model import StepSizes, abstract_step, cache_bytes, parameter_bytes, total_bytes
 from dsv41.models import abstract_drafter_params, abstract_vision_params
 from dsv41.models.sharded import param_shardings, param_specs
-from dsv41.sharding import LOGICAL_AXES, PRESETS, parse_mesh, preset_rules
+from dsv41.sharding import LOGICAL_AXES, PRESETS, devices_along, parse_mesh, preset_rules
 from launch.cli import new_flags, overrides, run
 
 FLAGS = new_flags()
@@ -106,7 +105,7 @@ def _describe_mesh(config: ModelConfig) -> dict[str, Any]:
     text, sizes = config.text_config, parse_mesh(_MESH.value)
     rules = preset_rules(_SHARDING.value, sizes, text)
     context = text.max_position_embeddings if _CONTEXT.value is None else _CONTEXT.value
-    rows = math.prod(sizes[axis] for axis in rules.batch) if _ROWS.value is None else _ROWS.value
+    rows = devices_along(sizes, rules.batch) if _ROWS.value is None else _ROWS.value
     step = StepSizes(program="decode", rows=rows, context=context, mesh=_MESH.value, rules=_SHARDING.value)
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     abstract = abstract_step(config, step, mesh)
@@ -121,7 +120,7 @@ def _describe_mesh(config: ModelConfig) -> dict[str, Any]:
         "mesh": sizes,
         "sharding": _SHARDING.value,
         "rules": {axis: getattr(rules, axis) for axis in LOGICAL_AXES},
-        "devices": math.prod(sizes.values()),
+        "devices": devices_along(sizes, sizes),
         "rows": rows,
         "context": context,
         "parameters": parameters,
@@ -132,7 +131,9 @@ def _describe_mesh(config: ModelConfig) -> dict[str, Any]:
 
 def _mesh_line(found: dict[str, Any]) -> str:
     """How the model lies on the mesh."""
-    spread = {name.replace("_", " "): " x ".join(axes) for name, axes in found["rules"].items() if axes}
+    # Engram tables are not counted: they are with the hosts, unless a run asks for them on the devices.
+    named = {name: axes for name, axes in found["rules"].items() if name != "engram_rows"}
+    spread = {name: " x ".join(axes) for name, axes in named.items() if axes}
     over = ", ".join(f"{name} over {axes}" for name, axes in spread.items()) or "nothing spread"
     return f"{found['rows']:,} sequences of {found['context']:,} tokens; {found['sharding']}: {over}"
 

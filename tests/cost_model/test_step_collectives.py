@@ -1,20 +1,43 @@
 """Collectives of whole compiled steps: nothing moves that should stay, and no layer communicates more than planned."""
 
+import functools
 import pathlib
+from collections import Counter
 
 import jax
 import pytest
 
-from dsv41.config import LayerMode, layer_schedule, load_config
+from dsv41.config import LayerMode, layer_schedule, load_config, with_overrides
 from dsv41.cost_model import StepSizes, abstract_step, collectives, count_by_layer, kept_shapes, moved_like, parse
 from dsv41.sharding import make_mesh
+from tests.collective_counts import collective_operands
 
-pytestmark = [
-    pytest.mark.slow,  # each compiles a whole step
-    pytest.mark.skipif(jax.device_count() < 8, reason="eight devices are needed"),
-]
+pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="eight devices are needed")
+compiles = pytest.mark.slow  # a whole step
 
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "tiny.json"
+
+
+@pytest.mark.parametrize("mesh", ["data=2,sequence=2,tensor=2", "data=4,tensor=2", "data=2,sequence=4"])
+def test_decode_as_written(mesh):
+    """Before any compiler: no collective is given a device's part of a weight or a page pool that is spread, and no
+    layer has more collectives than planned."""
+    config = load_config(CONFIG)
+    described = StepSizes(program="decode", rows=8, context=4096, mesh=mesh)
+    config = with_overrides(config, {"text_config.max_position_embeddings": "4096"})
+    step = abstract_step(config, described, make_mesh(described.mesh_sizes, jax.devices()[:8]))
+    found = collective_operands(
+        functools.partial(step.function.__wrapped__, **step.static), step.params, step.batch, step.cache
+    )
+    kept = {shape.dims for shape in kept_shapes(step) if len(shape.dims) > 1}
+    assert kept and [f for f in found if set(f.shapes) & kept] == []
+    for spec in layer_schedule(config.text_config).layers:
+        kinds = Counter(f.kind for f in found if f.scope == f"layer_{spec.index}")
+        made = {"all-to-all": kinds["all_to_all"], "all-gather": kinds["all_gather"]}
+        made["sums"] = kinds["psum"] + kinds["reduce_scatter"]
+        assert sum(made.values()) == sum(kinds.values())
+        limits = planned(spec, mesh)
+        assert all(made[kind] <= limits[kind] for kind in made), (spec.index, made, limits)
 
 
 def compiled_step(config, **sizes):
@@ -34,12 +57,13 @@ def planned(spec, mesh):
     if "tensor" in mesh:
         kinds["all-gather"] += 1 + spec.selects + spec.builds_candidates
         kinds["sums"] += 1
-    elif spec.selects:
+    if "sequence" in mesh and spec.selects:
         kinds["all-to-all"] += 2
         kinds["all-gather"] += 3 if spec.mode is LayerMode.FULL else 2
     return kinds
 
 
+@compiles
 @pytest.mark.parametrize("mesh", ["data=4,tensor=2", "data=2,sequence=4"])
 def test_decode(mesh):
     config = load_config(CONFIG)

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.dispatch import kernels
+from pallas_kernels.experts.ops import expert_blocks
+from pallas_kernels.fp8_linear.ops import fp8_linear
 from tests.models_for_tests import small_model
 
 PROMPT, STEPS, CAPACITY = 40, 2, 128
@@ -34,8 +36,12 @@ def _run(implementation: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     "implementation",
     [pytest.param("pallas", marks=on_device), pytest.param("tpu_interpret", marks=pytest.mark.slow)],
 )
-def test_equal_to_plain_xla(implementation):
+def test_equal_to_plain_xla(implementation, monkeypatch):
     """Bounds as in the comparison with golden data: a near-tie moves a selection, and that the rows behind it."""
+    if implementation == "tpu_interpret":
+        # Named kernels refuse what they do not take, and the small model is narrower than these two can be.
+        monkeypatch.setattr("dsv41.ops.moe.expert_blocks", functools.partial(expert_blocks, implementation="xla"))
+        monkeypatch.setattr("dsv41.ops.linear.fp8_linear", functools.partial(fp8_linear, implementation="xla"))
     logits, selected = _run(implementation)
     plain, plain_selected = _run("xla")
     difference = np.abs(logits - plain)
