@@ -46,14 +46,17 @@ def test_case_n16_results_do_not_depend_on_the_other_requests():
     check_company(**FULL)
 
 
+@pytest.mark.slow
 def test_case_a12_chunks_do_not_change_anything(monkeypatch):
     check_chunks(monkeypatch, "full")
 
 
+@pytest.mark.slow
 def test_case_c1_a_hit_reads_its_own_window():
     check_own_window(**FULL)
 
 
+@pytest.mark.slow
 def test_requests_that_are_set_back_get_the_same_tokens():
     prompts = [ids(500, n) for n in range(4)]
     made = engine(**FULL, **ALONE)

@@ -29,6 +29,7 @@ def test_prompts_within_the_window_give_the_tokens_of_full_prefill():
     assert plain()[:2] == run(prefill="full")[:2]
 
 
+@pytest.mark.slow
 def test_a_chunk_smaller_than_the_window_counts_as_one():
     """The last chunk always holds the whole tail."""
     assert run(prefill_chunk=3) == plain()
@@ -51,6 +52,7 @@ def test_speculation_gives_the_same_tokens():
     assert seen == [(n, 98) for n in (37, 69, 82, 98)]
 
 
+@pytest.mark.slow
 def test_a_stop_while_other_prompts_are_under_way():
     stop = plain()[0][0]
     stopped = run(stop_ids=[stop])
@@ -59,6 +61,7 @@ def test_a_stop_while_other_prompts_are_under_way():
         assert mine == free[: len(mine)]
 
 
+@pytest.mark.slow
 def test_sampling_repeats():
     warm = SamplingParams(temperature=1, seed=3)
     assert run(sampling=warm) == run(sampling=warm) != plain()

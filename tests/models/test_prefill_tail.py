@@ -82,6 +82,7 @@ def with_tail(tail: int, sizes: tuple[int, ...] | None = None):
     return logits, committed_rows(cache, [111] * 2)
 
 
+@pytest.mark.slow
 def test_pages_of_all_sources_are_those_of_full_prefill():
     for actual, wanted in zip(with_tail(WINDOW)[1], full(111)[1], strict=True):
         same_rows(actual, only([wanted], "main", "index", "pending")[0])
@@ -91,6 +92,7 @@ def test_pages_of_all_sources_are_those_of_full_prefill():
             same_rows(actual, {"window.11": wanted["window.11"]})
 
 
+@pytest.mark.slow
 def test_a_tail_with_a_full_halo_is_exact():
     """Case C8. A tail of one window is an approximation, how good a one is printed."""
     logits, _ = full(111)
@@ -104,6 +106,7 @@ def test_a_tail_with_a_full_halo_is_exact():
     assert 0 < np.abs(short - logits).mean() < mean
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(64, 47), (1, 63, 31, 16), (50, 45, 16)])
 def test_chunks(sizes):
     """Any chunks of which the last holds the tail."""
