@@ -63,12 +63,13 @@ class _ConfidenceHead(nnx.Module):
 
 
 class Drafter(nnx.Module):
-    """All stages. Attribute paths are the checkpoint's tensor names; embedding and head are the backbone's."""
+    """All stages. Attribute paths are the checkpoint's tensor names; embedding and head are the backbone's. `formats` are
+    those of the checkpoint unless they are given."""
 
-    def __init__(self, config: ModelConfig, rules: ShardingRules = LOCAL):
+    def __init__(self, config: ModelConfig, rules: ShardingRules = LOCAL, formats: BlockFormats | None = None):
         c = config.text_config
         self.config, self.rules = c, rules
-        formats = BlockFormats.of(config)
+        formats = formats or BlockFormats.of(config)
         stages = [DraftBlock(c, formats, rules) for _ in range(c.num_nextn_predict_layers)]
         first, last = stages[0], stages[-1]
         first.main_proj = Linear(len(c.dspark_target_layer_ids) * c.hidden_size, c.hidden_size, formats.dense)
