@@ -1,0 +1,193 @@
+"""Documents in which facts are stated once and asked for at the end, among code of a corpus.
+
+What is asked for cannot be guessed, and lies further back than the window, so that only the compressed entries that the
+indexer selects can tell it. Mixed into training they teach recall; made of held-out text they measure it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from dsv41.config import DSV41Error
+from dsv41.train.tokenizer import encode_text
+
+# A statement of a fact and its question. In both, the name is a piece of its own for the tokenizer, so that it has the
+# same tokens there.
+KINDS = {
+    "attribute": ("codes.{name} = {value}", "codes.{name} == {value}"),
+    "entry": ('table["{name}"] = {value}', 'table["{name}"] == {value}'),
+    "function": ("def {name}():\n    return {value}", "{name}() == {value}"),
+}
+_WORDS = (
+    "amber anvil apple arrow badger bamboo basil beetle birch bison cactus camel canyon cedar cherry clover cobalt "
+    "comet copper coral cougar daisy delta dingo dragon eagle ember falcon fennel ferret flint forest garnet ginger "
+    "glacier granite harbor hazel heron hornet indigo iris island ivory jaguar jasper juniper kelp lagoon lemon lilac "
+    "linen lotus magpie mango maple marble meadow melon mustard nectar nickel nutmeg ocean olive onyx orchid osprey "
+    "otter paprika parrot pebble pepper pigeon plum poppy puffin quartz rabbit raven ripple rocket saffron salmon "
+    "sorrel sparrow spruce sumac thistle thunder tiger topaz tulip turnip umber velvet violet walnut walrus willow "
+    "zebra zephyr"
+)
+NAMES = tuple(_WORDS.split())
+_MOST_FACTS = 8
+_QUESTIONS = "\n\ndef check():\n"
+_SYLLABLES = tuple(c + v for c in "bdfgklmnprstvz" for v in "aeiou")
+_EXCERPT_LINES = 60
+_SMALL_GAP = 16  # tokens that may stay free without another excerpt being sought for them
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NeedleDocument:
+    """A text with questions at its end.
+
+    Attributes:
+      text: all of it, without begin and end tokens.
+      tokens: its length.
+      answers: (begin, end) in characters of each answer, in the order of the questions.
+      facts: where in the text, in characters, the statement of the same fact begins.
+    """
+
+    text: str
+    tokens: int
+    answers: tuple[tuple[int, int], ...]
+    facts: tuple[int, ...]
+
+
+def needle_document(
+    rng: np.random.Generator,
+    filler: Sequence[str],
+    tokens: int,
+    tokenizer: Tokenizer,
+    *,
+    facts: int | None = None,
+    asked: int | None = None,
+    depth: float | None = None,
+) -> NeedleDocument:
+    """Facts between lines of other text, and questions behind it. The same generator state gives the same document.
+
+    Args:
+      rng: draws everything.
+      filler: texts that whole lines are taken from.
+      tokens: length that it comes close to from below.
+      tokenizer: counts tokens.
+      facts: in the document; None: some, fewer in short ones. Each has another name.
+      asked: how many of them, from the first on, in a random order; None: all.
+      depth: where the first fact is, as a share of the filler's lines; None, and of the others: anywhere.
+
+    Raises:
+      DSV41Error: there is no filler, a number is out of range, or the facts do not fit into so few tokens.
+    """
+    facts = int(rng.integers(1, min(_MOST_FACTS, 1 + tokens // 100) + 1)) if facts is None else facts
+    asked = facts if asked is None else asked
+    if not any(filler):
+        raise DSV41Error("needles: there is no text to put them into")
+    if not 1 <= asked <= facts <= len(NAMES):
+        raise DSV41Error(f"needles: expected 1 to {len(NAMES)} facts, some of them asked, got {facts} and {asked}")
+    if depth is not None and not 0 <= depth <= 1:
+        raise DSV41Error(f"needles: depth: expected a share in [0, 1], got {depth}")
+    stated = [_fact(rng, name) for name in rng.choice(NAMES, facts, replace=False)]
+    depths = [float(d) for d in rng.random(facts)]
+    if depth is not None:
+        depths[0] = depth
+    order = [int(i) for i in rng.permutation(asked)]
+    least = len(encode_text(tokenizer, _assemble([], stated, depths, order).text))
+    lines = _filler_lines(rng, filler, tokens - least, tokenizer)
+    while True:
+        document = _assemble(lines, stated, depths, order)
+        count = len(encode_text(tokenizer, document.text))
+        if count <= tokens:
+            return dataclasses.replace(document, tokens=count)
+        if not lines:
+            raise DSV41Error(f"needles: {facts} facts and their questions take {count} tokens, more than {tokens}")
+        lines = lines[:-1]
+
+
+def needle_documents(
+    count: int,
+    seed: int,
+    filler: Sequence[str],
+    tokenizer: Tokenizer,
+    *,
+    shortest: int = 200,
+    longest: int = 4000,
+) -> list[str]:
+    """Texts whose lengths have a uniform logarithm, so that short ones, from which recall is learnt first, prevail.
+
+    A document that is read again teaches its values, not recall: there should be as many as a whole training reads.
+
+    Args:
+      count: of documents.
+      seed: of all draws.
+      filler: texts that whole lines are taken from.
+      tokenizer: counts tokens.
+      shortest, longest: tokens of a document, without begin and end.
+
+    Raises:
+      DSV41Error: as `needle_document`, or the lengths are out of order.
+    """
+    if not 0 < shortest <= longest:
+        raise DSV41Error(f"needles: expected lengths that rise from above 0, got {shortest} to {longest}")
+    texts = []
+    for i in range(count):
+        rng = np.random.default_rng([seed, i])
+        tokens = int(np.exp(rng.uniform(np.log(shortest), np.log(longest))))
+        texts.append(needle_document(rng, filler, tokens, tokenizer).text)
+    return texts
+
+
+def _fact(rng: np.random.Generator, name: str) -> tuple[str, str, str]:
+    """Statement, question and value."""
+    if rng.random() < 0.5:
+        value = literal = str(rng.integers(1000, 1000000))
+    else:
+        value = "".join(rng.choice(_SYLLABLES, 3))
+        literal = f'"{value}"'
+    statement, question = KINDS[rng.choice(list(KINDS))]
+    return statement.format(name=name, value=literal), question.format(name=name, value=literal), value
+
+
+def _assemble(
+    lines: Sequence[str], stated: Sequence[tuple[str, str, str]], depths: Sequence[float], order: Sequence[int]
+) -> NeedleDocument:
+    """Lines with a fact in front of the one at each depth, indented like it; then the questions. Tokens uncounted."""
+    at = [round(depth * len(lines)) for depth in depths]
+    text, begins = "", {}
+    for n in range(len(lines) + 1):
+        indent = _indent(lines[n]) if n < len(lines) else ""
+        for i in (i for i, place in enumerate(at) if place == n):
+            begins[i] = len(text) + len(indent)
+            text += "".join(f"{indent}{line}\n" for line in stated[i][0].split("\n"))
+        if n < len(lines):
+            text += f"{lines[n]}\n"
+    text += _QUESTIONS
+    answers = []
+    for i in order:
+        _, question, value = stated[i]
+        text += f"    assert {question}\n"
+        begin = text.rindex(value)
+        answers.append((begin, begin + len(value)))
+    return NeedleDocument(text=text, tokens=0, answers=tuple(answers), facts=tuple(begins[i] for i in order))
+
+
+def _indent(line: str) -> str:
+    return line[: len(line) - len(line.lstrip())] if line.strip() else ""
+
+
+def _filler_lines(rng: np.random.Generator, filler: Sequence[str], tokens: int, tokenizer: Tokenizer) -> list[str]:
+    """Lines of up to so many tokens, in excerpts from random places."""
+    taken: list[str] = []
+    for _ in range(max(tokens, 0)):  # each excerpt has a token or more
+        lines = filler[rng.integers(len(filler))].split("\n")
+        start = rng.integers(len(lines))
+        for line in lines[start : start + _EXCERPT_LINES]:
+            size = len(encode_text(tokenizer, f"\n{line}"))  # a line's end and the next one's indentation are one token
+            if size > tokens:
+                break
+            taken.append(line)
+            tokens -= size
+        if tokens < _SMALL_GAP:
+            break
+    return taken
