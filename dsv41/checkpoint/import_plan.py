@@ -6,13 +6,11 @@ in memory: `layers.3.ffn.experts.w1.weight` [E, ...] is made of the tensors `lay
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from dsv41.checkpoint.inventory import TensorSpec, is_engram_table
-
-_EXPERT = re.compile(r"(.*\.ffn\.experts)\.\d+\.(w[123]\.(?:weight|scale))")
+from dsv41.checkpoint.load_parameters import EXPERT
 
 
 class Parameter(NamedTuple):
@@ -61,8 +59,8 @@ def group_parameters(names: Iterable[str]) -> tuple[Parameter, ...]:
     tensors: dict[str, list[str]] = {}
     stacks: set[str] = set()
     for name in names:
-        match = _EXPERT.fullmatch(name)
-        parameter = f"{match[1]}.{match[2]}" if match else name
+        match = EXPERT.fullmatch(name)
+        parameter = f"{match['experts']}.{match['leaf']}" if match else name
         tensors.setdefault(parameter, []).append(name)
         if match:
             stacks.add(parameter)

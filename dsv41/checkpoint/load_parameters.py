@@ -11,8 +11,10 @@ import numpy as np
 
 from dsv41.checkpoint.safetensors_reader import CheckpointError, CheckpointReader
 
-# A stacked parameter `...ffn.experts.w1.weight` gathers the tensors `...ffn.experts.{j}.w1.weight`.
+# A stacked parameter `...ffn.experts.w1.weight` gathers the tensors `...ffn.experts.{j}.w1.weight`, which `EXPERT`
+# matches.
 EXPERT_STACK = re.compile(r"(.*\.ffn\.experts)\.(w[123]\.(?:weight|scale))")
+EXPERT = re.compile(r"(?P<experts>.*\.ffn\.experts)\.(?P<number>\d+)\.(?P<leaf>w[123]\.(?:weight|scale))")
 
 # dtype -> (unsigned integer of its size, mask that drops the sign, smallest masked code that is not a finite number)
 _NOT_FINITE = {

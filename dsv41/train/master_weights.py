@@ -64,8 +64,8 @@ def _formats(stored: Params) -> Any:
     return {name: _formats(leaf) for name, leaf in stored.items()}
 
 
-def _by_format(masters: Params, config: ModelConfig, fn: Callable[[Any, jax.Array], Any]) -> Params:
-    """`fn(format or dtype, master)` of every parameter of the backbone."""
+def _by_format(masters: Params, stored: Params, fn: Callable[[Any, jax.Array], Any]) -> Params:
+    """`fn(format or dtype, master)` of every parameter of the abstract tree `stored`."""
 
     def walk(formats: Any, tree: Any, path: tuple[str, ...]) -> Any:
         if not isinstance(formats, dict):
@@ -74,10 +74,10 @@ def _by_format(masters: Params, config: ModelConfig, fn: Callable[[Any, jax.Arra
             raise DSV41Error(f"parameter {'.'.join(map(str, (*path, missing[0])))}: there is no master of it")
         return {name: walk(part, tree[name], (*path, name)) for name, part in formats.items()}
 
-    return walk(_formats(abstract_params(config)), masters, ())
+    return walk(_formats(stored), masters, ())
 
 
-def forward_params(masters: Params, config: ModelConfig, qat: QAT) -> Params:
+def forward_params(masters: Params, config: ModelConfig, qat: QAT, stored: Params | None = None) -> Params:
     """What `Backbone(config, formats=qat.formats(config))` takes, differentiable in the masters.
 
     Args:
@@ -85,6 +85,8 @@ def forward_params(masters: Params, config: ModelConfig, qat: QAT) -> Params:
         batch.
       config: of the model.
       qat: whether quantised weights are rounded to their formats, or only to bfloat16.
+      stored: of which parameters, as `abstract_params` describes those of the backbone; None: those. Others in the
+        masters are left out.
 
     Raises:
       DSV41Error: a parameter has no master.
@@ -97,7 +99,7 @@ def forward_params(masters: Params, config: ModelConfig, qat: QAT) -> Params:
             return rounded[form](x) if quantized else round_to_bf16(x)
         return round_to_bf16(x) if form == jnp.bfloat16 else x.astype(form)
 
-    return _by_format(masters, config, seen)
+    return _by_format(masters, abstract_params(config) if stored is None else stored, seen)
 
 
 def stored_from(masters: Params, config: ModelConfig) -> tuple[Params, list[StoredTable]]:
@@ -109,19 +111,29 @@ def stored_from(masters: Params, config: ModelConfig) -> tuple[Params, list[Stor
       DSV41Error: a parameter or table has no master.
     """
 
-    def stored(form: Any, x: jax.Array) -> Any:
-        if form is WeightFormat.FP8_BLOCK:
-            return QuantizedArray(*quantize.quantize_weight_fp8(x), form)
-        if form is WeightFormat.FP4_ROW:
-            return QuantizedArray(*quantize.quantize_weight_fp4(x), form)
-        return round_to_bf16(x) if form == jnp.bfloat16 else x.astype(form)
+    tables = [stored_table(t, config) for t in engram_tables(masters, config)]
+    return _with_scales(_by_format(masters, abstract_params(config), stored_array)), tables
 
-    def store(table: jax.Array) -> StoredTable:
-        if config.quantization_config is None:
-            return StoredTable(round_to_bf16(table), None)
-        return StoredTable(*quantize.quantize_rows_fp8(table))
 
-    return _with_scales(_by_format(masters, config, stored)), [store(t) for t in engram_tables(masters, config)]
+def stored_array(form: Any, x: jax.Array) -> Any:
+    """A master, float32 [..., out, in] or of any shape, as it is stored.
+
+    Args:
+      form: `WeightFormat.FP8_BLOCK` or `WeightFormat.FP4_ROW` gives a `QuantizedArray`; a dtype gives an array of it.
+      x: the master.
+    """
+    if form is WeightFormat.FP8_BLOCK:
+        return QuantizedArray(*quantize.quantize_weight_fp8(x), form)
+    if form is WeightFormat.FP4_ROW:
+        return QuantizedArray(*quantize.quantize_weight_fp4(x), form)
+    return round_to_bf16(x) if form == jnp.bfloat16 else x.astype(form)
+
+
+def stored_table(table: jax.Array, config: ModelConfig) -> StoredTable:
+    """Rows of an Engram table, float32 [rows, D], as they are stored."""
+    if config.quantization_config is None:
+        return StoredTable(round_to_bf16(table), None)
+    return StoredTable(*quantize.quantize_rows_fp8(table))
 
 
 def _with_scales(tree: Any) -> Any:
