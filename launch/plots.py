@@ -1,4 +1,4 @@
-"""The --plot flag of a script: a picture beside what it prints."""
+"""Pictures: the --plot flag of a script, and the curves of a training run."""
 
 import importlib
 import io
@@ -9,6 +9,7 @@ from absl import flags
 
 from dsv41.config import DSV41Error
 from dsv41.config.atomic_file import check_target, write_file
+from dsv41.train.curves import draw_curves, read_curves
 
 
 class PlotFlag:
@@ -46,12 +47,7 @@ class PlotFlag:
         Raises:
           DSV41Error: matplotlib is not installed.
         """
-        try:
-            # By name: it is not among what the package needs.
-            module = importlib.import_module("matplotlib.figure")
-        except ImportError as e:
-            raise DSV41Error("--plot: matplotlib is not installed (pip install 'dsv41[notebooks]')") from e
-        return module.Figure(layout="constrained", **size)
+        return _figure("--plot", "notebooks", **size)
 
     def save(self, figure: Any) -> None:
         """Writes the figure to the flag's file, whole or not at all.
@@ -59,6 +55,31 @@ class PlotFlag:
         Raises:
           DSV41Error: it cannot be written.
         """
-        data = io.BytesIO()
-        figure.savefig(data, format="png", dpi=150)
-        write_file(self._values.plot, data.getvalue())
+        _save(figure, self._values.plot)
+
+
+def plot_curves(csv: str | pathlib.Path, png: str | pathlib.Path) -> None:
+    """Draws the `curves.csv` of a training run into a PNG file.
+
+    Raises:
+      DSV41Error: matplotlib is not installed, the CSV file has no rows, or the PNG file cannot be written.
+    """
+    figure, columns = _figure("curves", "train", figsize=(12, 6)), read_curves(csv)
+    draw_curves(figure, columns)
+    _save(figure, png)
+
+
+def _figure(what: str, extra: str, **size: Any) -> Any:
+    """An empty figure; the error, if there can be none, names what needs it and the extra to install."""
+    try:
+        # By name: it is not among what the package needs.
+        module = importlib.import_module("matplotlib.figure")
+    except ImportError as e:
+        raise DSV41Error(f"{what}: matplotlib is not installed (pip install 'dsv41[{extra}]')") from e
+    return module.Figure(layout="constrained", **size)
+
+
+def _save(figure: Any, path: str | pathlib.Path) -> None:
+    data = io.BytesIO()
+    figure.savefig(data, format="png", dpi=150)
+    write_file(path, data.getvalue())

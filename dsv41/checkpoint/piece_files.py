@@ -141,7 +141,7 @@ def tensor_parts(parameter: Parameter, array: np.ndarray) -> dict[str, np.ndarra
 
 
 @contextlib.contextmanager
-def _one_error() -> Iterator[None]:
+def one_error() -> Iterator[None]:
     """Keeps orbax from telling of one failure many times: the caller raises a single error instead.
 
     Each of its threads logs the failure, and reads and writes that fail after the first find its event loop closed.
@@ -199,21 +199,21 @@ def _save(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
     types = ocp.type_handlers.create_type_handler_registry(
         (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False))
     )
-    with _one_error():
+    with one_error():
         handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False, type_handler_registry=types)
         try:
             with ocp.Checkpointer(handler) as checkpointer:
                 checkpointer.save(path.absolute(), args=args)
-            _sync_tree(path)
+            sync_tree(path)
         except Exception as e:  # orbax raises whatever its layers do, tensorstore ValueError if the system refuses
             for left in path.parent.glob(f"{path.name}.orbax-checkpoint-tmp*"):
-                _remove(left)
+                remove_directory(left)
             if isinstance(e, OSError):
                 raise cannot_write(path, e) from e
             raise DSV41Error(f"{path}: cannot write the piece ({e})") from e
 
 
-def _remove(directory: pathlib.Path) -> None:
+def remove_directory(directory: pathlib.Path) -> None:
     """Removes a directory in which threads of a save that failed may still be creating files."""
     for _ in range(40):
         shutil.rmtree(directory, ignore_errors=True)
@@ -222,7 +222,7 @@ def _remove(directory: pathlib.Path) -> None:
         time.sleep(0.05)
 
 
-def _sync_tree(path: pathlib.Path) -> None:
+def sync_tree(path: pathlib.Path) -> None:
     """Waits until a directory, all below it and its own entry are on the disk."""
     for name in (*path.rglob("*"), path, path.parent):
         file = os.open(name, os.O_RDONLY)
@@ -304,7 +304,7 @@ def restore_arrays(
             )
 
     path = piece_path(out, piece)
-    with _one_error():
+    with one_error():
         try:
             return restore(structs)
         except Exception as e:  # orbax raises whatever its layers do
