@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import pathlib
 import shutil
 from collections.abc import Iterable, Sequence
@@ -19,7 +18,7 @@ import numpy as np
 
 from dsv41.checkpoint.inventory import TensorSpec, is_engram_table, tensor_inventory
 from dsv41.checkpoint.load_parameters import Progress
-from dsv41.checkpoint.safetensors_reader import INDEX_NAME
+from dsv41.checkpoint.write import layer_of, new_directory, write_shards
 from dsv41.config import DSV41Error, ModelConfig, TextConfig, VisionConfig, config_to_dict, load_config
 from dsv41.config.atomic_file import write_file
 from dsv41.data import TINY_MODEL
@@ -102,7 +101,7 @@ def write_synthetic_checkpoint(
       factor: widths are divided by it.
       shards: safetensors files, at least 2.
       seed: of the values.
-      progress: called after each shard with (bytes done, bytes in all, its file name).
+      progress: called after each tensor with (bytes done, bytes in all, its name).
 
     Returns:
       Name -> what was written.
@@ -110,30 +109,15 @@ def write_synthetic_checkpoint(
     Raises:
       DSV41Error: an argument is impossible, the directory is not empty or cannot be written.
     """
-    directory = pathlib.Path(directory)
     if shards < 2:
         raise DSV41Error(f"shards: expected at least 2, got {shards}")
     small = shrunk_config(config, factor)
     inventory = tensor_inventory(small)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if any(directory.iterdir()):
-            raise DSV41Error(f"{directory}: is not empty; expected a new directory")
-        rng = np.random.default_rng(seed)
-        total, done, weight_map = sum(spec.nbytes for spec in inventory.values()), 0, {}
-        for i, specs in enumerate(_cut(list(inventory.values()), shards), 1):
-            name = f"model-{i:05d}-of-{shards:05d}.safetensors"
-            _write_shard(directory / name, specs, rng)
-            weight_map |= dict.fromkeys((spec.name for spec in specs), name)
-            done += sum(spec.nbytes for spec in specs)
-            if progress is not None:
-                progress(done, total, name)
-        shutil.copy(TINY_MODEL / "tokenizer.json", directory / "tokenizer.json")
-    except OSError as e:
-        raise DSV41Error(f"{directory}: cannot write the checkpoint ({e.strerror or e})") from e
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    write_file(directory / INDEX_NAME, json.dumps(index).encode())
-    write_file(directory / "config.json", json.dumps(config_to_dict(small), indent=1).encode())
+    rng = np.random.default_rng(seed)
+    with new_directory(directory) as partial:
+        write_shards(partial, _cut(list(inventory.values()), shards), lambda s: [_values(s, rng)], progress=progress)
+        shutil.copy(TINY_MODEL / "tokenizer.json", partial / "tokenizer.json")
+        write_file(partial / "config.json", json.dumps(config_to_dict(small), indent=1).encode())
     return inventory
 
 
@@ -142,27 +126,13 @@ def _cut(specs: Sequence[TensorSpec], shards: int) -> Iterable[list[TensorSpec]]
     rest = [spec for spec in specs if not is_engram_table(spec.name)]
     groups: dict[str, list[TensorSpec]] = {}
     for spec in rest:
-        path = spec.name.split(".")
-        groups.setdefault(".".join(path[:2]) if path[0] in ("layers", "mtp") else "", []).append(spec)
+        groups.setdefault(layer_of(spec), []).append(spec)
     cuts: list[list[TensorSpec]] = [[] for _ in range(shards - 1)]
     begun = 0
     for group in groups.values():
         cuts[begun * (shards - 1) // len(rest)] += group
         begun += len(group)
     return [*cuts, [spec for spec in specs if is_engram_table(spec.name)]]
-
-
-def _write_shard(path: pathlib.Path, specs: Sequence[TensorSpec], rng: np.random.Generator) -> None:
-    header, end = {}, 0
-    for spec in specs:
-        begin, end = end, end + spec.nbytes
-        header[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for spec in specs:
-            file.write(_values(spec, rng).tobytes())
-        os.fsync(file.fileno())
 
 
 def _values(spec: TensorSpec, rng: np.random.Generator) -> np.ndarray:

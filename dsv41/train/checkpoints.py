@@ -12,6 +12,7 @@ step before it, and the next start removes what was left.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import pathlib
@@ -48,6 +49,20 @@ class Restored(NamedTuple):
     step: int
     state: Any
     record: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SavedArray:
+    """An array of a step, which is read whenever its values are asked for."""
+
+    checkpoints: Checkpoints
+    step: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.checkpoints.read(self), dtype)
 
 
 class _Leaf(NamedTuple):
@@ -229,6 +244,36 @@ class Checkpoints:
             for name, x in wanted.items()
         ]
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+    def arrays(self, step: int) -> dict[str, SavedArray]:
+        """The arrays of a step but for PRNG keys, by names such as `masters.embed.weight`; nothing is read yet.
+
+        Raises:
+          UnreadableCheckpoint: the step cannot be read.
+          DSV41Error: there is no such step.
+        """
+        leaves = self._stored(step)["leaves"]
+        return {
+            name: SavedArray(self, step, name, tuple(leaf["shape"]), np.dtype(leaf["dtype"]))
+            for name, leaf in leaves.items()
+            if leaf["impl"] is None
+        }
+
+    def read(self, array: SavedArray) -> np.ndarray:
+        """The values of one array, on the host; as `numpy.asarray(array)`.
+
+        Raises:
+          UnreadableCheckpoint: it cannot be read.
+        """
+        import orbax.checkpoint as ocp
+
+        item = {array.name: np.empty(array.shape, array.dtype)}
+        if not item[array.name].size:
+            return item[array.name]
+        restore_args = ocp.checkpoint_utils.construct_restore_args(item)
+        args = ocp.args.PyTreeRestore(item, restore_args=restore_args, partial_restore=True)
+        with self._reading(array.step), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            return checkpointer.restore(self.folder / str(array.step) / _STATE, args=args)[array.name]
 
     def _read(self, step: int, items: dict[str, Any]) -> dict[str, Any]:
         import orbax.checkpoint as ocp
