@@ -9,7 +9,6 @@ from absl import flags
 
 from dsv41.config import DSV41Error
 from dsv41.config.atomic_file import check_target, write_file
-from dsv41.train.curves import draw_curves, read_curves
 
 
 class PlotFlag:
@@ -64,6 +63,9 @@ def plot_curves(csv: str | pathlib.Path, png: str | pathlib.Path) -> None:
     Raises:
       DSV41Error: matplotlib is not installed, the CSV file has no rows, or the PNG file cannot be written.
     """
+    # Here, so that a script that measures decoding does not load the optimiser.
+    from dsv41.train.curves import draw_curves, read_curves
+
     figure, columns = _figure("curves", "train", figsize=(12, 6)), read_curves(csv)
     draw_curves(figure, columns)
     _save(figure, png)

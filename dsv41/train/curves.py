@@ -12,6 +12,7 @@ import contextlib
 import csv
 import importlib
 import math
+import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -116,10 +117,13 @@ class Curves:
             self.path.unlink(missing_ok=True)
 
     def _open_events(self) -> None:
-        # Steps after the last one that a killed run had written are hidden by TensorBoard.
+        # TensorBoard hides what an earlier run wrote of steps from `first` on. Files are named by the second, and one
+        # would replace that of a run that ended just now.
         folder, first = self.path.parent / "tensorboard", 0 if self._last is None else self._last + 1
         try:
-            self._events = self._module.SummaryWriter(logdir=str(folder), purge_step=first)
+            self._events = self._module.SummaryWriter(
+                logdir=str(folder), purge_step=first, filename_suffix=f".{first}.{os.getpid()}"
+            )
         except OSError as e:
             raise cannot_write(folder, e) from e
 

@@ -25,7 +25,7 @@ from dsv41.config import DSV41Error
 from dsv41.config.atomic_file import write_file
 from dsv41.train.pack import PackedBatch
 
-LOSS, NORM = "loss", "gradient_norm"
+LOSS, NORM = "loss", "grad_norm"
 _VERSION = 1
 _HEADER = "bad_batch"
 _FIELDS = tuple(field.name for field in dataclasses.fields(PackedBatch))
@@ -93,7 +93,7 @@ def find_trouble(
     """
     limits = limits or GuardLimits()
     for name, value in metrics.items():
-        if (LOSS in name or NORM in name) and not math.isfinite(value):
+        if (LOSS in name or "norm" in name) and not math.isfinite(value):
             return Trouble(name, float(value), "a finite number")
     if limits.spike is None or NORM not in metrics:
         return None
