@@ -119,6 +119,7 @@ class Checkpoints:
     def _open(self) -> None:
         import orbax.checkpoint as ocp
 
+        self._begun: int | None = None  # step whose save may still be going on
         with one_error():
             self._orbax = ocp.CheckpointManager(
                 self.folder,
@@ -188,6 +189,7 @@ class Checkpoints:
         except (TypeError, ValueError) as e:
             raise DSV41Error(f"checkpoint of step {step}: the record is not made of JSON values ({e})") from e
         arrays = {name: _to_save(x) for name, x in leaves.items() if x.size}
+        self.wait()
         with self._writing(step):
             for old in self.steps():
                 if old >= step:
@@ -199,8 +201,16 @@ class Checkpoints:
 
         args = ocp.args.Composite(**{_STATE: ocp.args.StandardSave(arrays), _RECORD: ocp.args.JsonSave(stored)})
         self._orbax.save(step, args=args, force=True)
-        if not self._asynchronous and not jax.process_index():
-            sync_tree(self.folder / str(step))
+        self._begun = step
+        if not self._asynchronous:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Waits until what was begun is on the disk, and would stay there in a power cut."""
+        self._orbax.wait_until_finished()
+        begun, self._begun = self._begun, None
+        if begun is not None and not jax.process_index():
+            sync_tree(self.folder / str(begun))
 
     def restore_latest(self, like: Any) -> Restored | None:
         """The last step that can be read; None: there is no step. Unreadable ones are named in a warning.
@@ -330,8 +340,8 @@ class Checkpoints:
         Raises:
           DSV41Error: it failed.
         """
-        with self._writing(None):
-            self._orbax.wait_until_finished()
+        with self._writing(self._begun):
+            self._finish()
 
     def close(self) -> None:
         """Waits as `wait`, and lets go of orbax's threads.
