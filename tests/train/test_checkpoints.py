@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dsv41.config import DSV41Error
 from dsv41.train.checkpoints import Checkpoints, UnreadableCheckpoint
+from tests.sharding.jobs import Job
 
 
 def bits(tree):
@@ -323,3 +324,43 @@ def test_killed_while_it_saves(folder, caplog):
         assert bits(checkpoints.restore_latest(make_state()).state) == bits(make_state(20))
         checkpoints.save(30, make_state(30), {})
         assert checkpoints.steps() == [20, 30]
+
+
+# --- two processes
+
+_JOB = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from dsv41.sharding.identity import resolve_identity
+from dsv41.sharding.processes import finish_processes, start_processes
+from dsv41.train.checkpoints import Checkpoints
+
+port, index, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+jax.config.update("jax_num_cpu_devices", 2)
+start_processes(resolve_identity(coordinator=f"127.0.0.1:{port}", num_processes=2, process_id=index))
+sharded = NamedSharding(jax.make_mesh((4,), ("a",)), PartitionSpec("a"))
+values = np.arange(32.0, dtype=np.float32).reshape(8, 4)
+state = {"w": jax.device_put(values, sharded), "key": jax.random.key(7)}
+with Checkpoints(folder) as checkpoints:
+    for step in (1, 2, 3):
+        checkpoints.save(step, state, {"step": step})
+    found = checkpoints.restore_latest(state)
+    parts = [np.array_equal(part.data, values[part.index]) for part in found.state["w"].addressable_shards]
+    print(found.step, found.record, checkpoints.steps(), parts, jax.random.bits(found.state["key"]), file=sys.stderr)
+finish_processes()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_save_together(tmp_path):
+    """Each writes its part, and one process reads all of it."""
+    folder = tmp_path / "checkpoints"
+    job = Job(tmp_path, lambda port, index: ["-c", _JOB, str(port), str(index), str(folder)])
+    assert job.end(120) == [0, 0], job.err(0) + job.err(1)
+    key = jax.random.key(7)
+    line = f"3 {{'step': 3}} [2, 3] [True, True] {jax.random.bits(key)}\n"
+    assert line in job.err(0) and line in job.err(1)
+    with Checkpoints(folder) as checkpoints:
+        found = checkpoints.restore(3, {"w": np.zeros((8, 4), np.float32), "key": key})
+    assert np.array_equal(found["w"], np.arange(32.0).reshape(8, 4))
