@@ -12,7 +12,8 @@ import pathlib
 import platform
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from dsv41.config import DSV41Error
 
@@ -55,11 +56,15 @@ class Corpus:
       documents: all of them.
       python_version: of the interpreter whose library this is.
       sha256: of names and texts.
+      source: what it was taken from, in words.
+      packages: versions of the installed packages that have a part in it.
     """
 
     documents: tuple[Document, ...]
     python_version: str
     sha256: str
+    source: str = "Python standard library"
+    packages: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def train(self) -> tuple[Document, ...]:
@@ -69,17 +74,17 @@ class Corpus:
     def held_out(self) -> tuple[Document, ...]:
         return tuple(d for d in self.documents if d.held_out)
 
-    def describe(self) -> dict[str, str | int]:
+    def describe(self) -> dict[str, Any]:
         """What identifies the corpus, as JSON values: for records of what was made from it."""
         return {
-            "source": "Python standard library",
+            "source": self.source,
             "python_version": self.python_version,
             "sha256": self.sha256,
             "documents": len(self.documents),
             "bytes": sum(len(d.text.encode()) for d in self.documents),
             "held_out_documents": len(self.held_out),
             "held_out_bytes": sum(len(d.text.encode()) for d in self.held_out),
-        }
+        } | ({"packages": dict(self.packages)} if self.packages else {})
 
 
 def standard_library(root: str | pathlib.Path | None = None, *, held_out: float = 0.08) -> Corpus:
@@ -103,7 +108,7 @@ def standard_library(root: str | pathlib.Path | None = None, *, held_out: float 
         raise DSV41Error(f"{folder}: no sources of the Python standard library there")
     if root is None:
         texts |= _reference()
-    documents = tuple(Document(name, texts[name], _share(name) < held_out) for name in sorted(texts))
+    documents = tuple(Document(name, texts[name], share_of_name(name) < held_out) for name in sorted(texts))
     corpus = Corpus(documents, platform.python_version(), corpus_hash(texts.items()))
     if not corpus.train or (held_out and not corpus.held_out):
         part = "held-out" if corpus.train else "training"
@@ -120,7 +125,7 @@ def corpus_hash(texts: Iterable[tuple[str, str]]) -> str:
     return digest.hexdigest()
 
 
-def _share(name: str) -> float:
+def share_of_name(name: str) -> float:
     """Where a name falls in [0, 1)."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little") / _SPLIT_STEPS
 
@@ -136,19 +141,20 @@ def _sources(folder: pathlib.Path) -> Iterator[tuple[str, str]]:
             data = path.read_bytes()
         except OSError as e:
             raise DSV41Error(f"{path}: cannot read a source of the standard library ({e.strerror or e})") from e
-        text = _text(data)
-        if text is not None and not _GENERATED.search(text[:_HEAD_CHARACTERS]):
+        text = source_text(data)
+        if text is not None:
             yield relative.as_posix(), text
 
 
-def _text(data: bytes) -> str | None:
-    """The text of a file of the right size; None if it is not one, or in another encoding than UTF-8."""
+def source_text(data: bytes) -> str | None:
+    """The text of a file; None if it is too small, too large, generated, or not in UTF-8."""
     if not MIN_BYTES <= len(data) <= MAX_BYTES:
         return None
     try:
-        return data.decode("utf-8").replace("\r\n", "\n")
+        text = data.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError:
         return None
+    return None if _GENERATED.search(text[:_HEAD_CHARACTERS]) else text
 
 
 def _reference() -> dict[str, str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from types import ModuleType
@@ -20,7 +21,7 @@ from dsv41.ops.engram_hash import engram_hash_spec
 from dsv41.train.corpus import Document as TextDocument
 from dsv41.train.pack import Document, PackedBatch, alignment, pack_documents
 from dsv41.train.row_plan import Piece, plan_rows
-from dsv41.train.tokenizer import encode_text
+from dsv41.train.tokenizer import encode_texts
 
 _ENDLESS = 1 << 40
 _KEPT_EPOCHS = 2
@@ -28,7 +29,7 @@ _KEPT_EPOCHS = 2
 
 def tokenize(documents: Sequence[TextDocument], tokenizer: Tokenizer) -> list[np.ndarray]:
     """int32 [n] token ids of each document that has any, special tokens of no meaning in it."""
-    encoded = (np.asarray(encode_text(tokenizer, document.text), np.int32) for document in documents)
+    encoded = (np.asarray(ids, np.int32) for ids in encode_texts(tokenizer, [d.text for d in documents]))
     return [ids for ids in encoded if len(ids)]
 
 
@@ -38,13 +39,22 @@ class RowSource:
     Each epoch shuffles the documents, packs them anew and shuffles the rows, by the seed and its own number.
     """
 
-    def __init__(self, documents: Sequence[np.ndarray], config: ModelConfig, *, length: int, seed: int | None = 0):
+    def __init__(
+        self,
+        documents: Sequence[np.ndarray],
+        config: ModelConfig,
+        *,
+        length: int,
+        seed: int | None = 0,
+        changing: Sequence[Sequence[np.ndarray]] = (),
+    ):
         """
         Args:
           documents: int32 [n] token ids of each, without begin and end.
           config: of the model.
           length: tokens of a row.
           seed: of the shuffles, not negative; None: documents and rows stay in order, as for an evaluation.
+          changing: more documents, of which each epoch has the next group; the first group follows on the last.
 
         Raises:
           DSV41Error: there are no documents, or the length or the seed cannot be.
@@ -54,8 +64,7 @@ class RowSource:
         if seed is not None and seed < 0:
             raise DSV41Error(f"seed: expected 0 or more, got {seed}")
         self.length, self.config = length, config
-        self._documents, self._seed = documents, seed
-        self._sizes = [len(ids) for ids in documents]
+        self._documents, self._changing, self._seed = documents, changing, seed
         self._alignment = alignment(config)
         self._plans: dict[int, list[list[Piece]]] = {}
         self._ends = [0]  # rows before each epoch that has been planned
@@ -68,7 +77,7 @@ class RowSource:
 
     def __getitem__(self, index: int) -> list[Document]:
         epoch, row = self.locate(int(index))
-        return self._documents_of(self.epoch(epoch)[row])
+        return self._documents_of(self.epoch(epoch)[row], self._of_epoch(epoch))
 
     def locate(self, index: int) -> tuple[int, int]:
         """Epoch of a row, and its number there."""
@@ -85,7 +94,8 @@ class RowSource:
             for n in [*range(len(self._ends) - 1, number), number]:
                 if n not in self._plans:
                     rng = None if self._seed is None else np.random.default_rng([self._seed, n])
-                    self._plans[n] = plan_rows(self._sizes, self.length, self._alignment, rng)
+                    sizes = [len(ids) for ids in self._of_epoch(n)]
+                    self._plans[n] = plan_rows(sizes, self.length, self._alignment, rng)
                     if n == len(self._ends) - 1:
                         self._ends.append(self._ends[-1] + len(self._plans[n]))
                     for old in sorted(self._plans.keys() - {n})[: max(len(self._plans) - _KEPT_EPOCHS, 0)]:
@@ -97,20 +107,24 @@ class RowSource:
         rows = self.epoch(epoch)
         return 1 - sum(piece.tokens for row in rows for piece in row) / (len(rows) * self.length)
 
-    def _documents_of(self, row: Sequence[Piece]) -> list[Document]:
+    def _of_epoch(self, number: int) -> Sequence[np.ndarray]:
+        if not self._changing:
+            return self._documents
+        return [*self._documents, *self._changing[number % len(self._changing)]]
+
+    def _documents_of(self, row: Sequence[Piece], documents: Sequence[np.ndarray]) -> list[Document]:
         begin, end = [self.config.bos_token_id], [self.config.eos_token_id]
         return [
-            Document(
-                np.concatenate([begin, self._documents[p.document][p.begin : p.end], end * p.last]).astype(np.int32)
-            )
+            Document(np.concatenate([begin, documents[p.document][p.begin : p.end], end * p.last]).astype(np.int32))
             for p in row
         ]
 
     def _fingerprint(self) -> str:
         config = self.config
         numbers = (self.length, self._alignment, self._seed, config.bos_token_id, config.eos_token_id)
+        numbers += tuple(map(len, self._changing))
         digest = hashlib.sha256(repr(numbers).encode())
-        for ids in self._documents:
+        for ids in itertools.chain(self._documents, *self._changing):
             digest.update(len(ids).to_bytes(8, "little") + np.ascontiguousarray(ids, "<i4").tobytes())
         return digest.hexdigest()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -87,10 +87,15 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
 
     The tokenizer is as before afterwards. Not for several threads that share one.
     """
+    return encode_texts(tokenizer, [text])[0]
+
+
+def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """`encode_text` of each, which is faster for all of them at once."""
     before = tokenizer.encode_special_tokens
     tokenizer.encode_special_tokens = True
     try:
-        return tokenizer.encode(text, add_special_tokens=False).ids
+        return [encoding.ids for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
     finally:
         tokenizer.encode_special_tokens = before
 
