@@ -48,12 +48,14 @@ class NeedleDocument:
       tokens: its length.
       answers: (begin, end) in characters of each answer, in the order of the questions.
       facts: where in the text, in characters, the statement of the same fact begins.
+      order: the number of the same fact, as in the `depths` that were asked for.
     """
 
     text: str
     tokens: int
     answers: tuple[tuple[int, int], ...]
     facts: tuple[int, ...]
+    order: tuple[int, ...]
 
 
 def needle_document(
@@ -62,9 +64,7 @@ def needle_document(
     tokens: int,
     tokenizer: Tokenizer,
     *,
-    facts: int | None = None,
-    asked: int | None = None,
-    depth: float | None = None,
+    depths: Sequence[float] | None = None,
 ) -> NeedleDocument:
     """Facts between lines of other text, and questions behind it. The same generator state gives the same document.
 
@@ -73,26 +73,22 @@ def needle_document(
       filler: texts that whole lines are taken from.
       tokens: length that it comes close to from below.
       tokenizer: counts tokens.
-      facts: in the document; None: some, fewer in short ones. Each has another name.
-      asked: how many of them, from the first on, in a random order; None: all.
-      depth: where the first fact is, as a share of the filler's lines; None, and of the others: anywhere.
+      depths: where each fact is, as a share of the filler's lines; None: one to eight facts anywhere, fewer if short.
+        Each has another name, and all are asked in a random order.
 
     Raises:
-      DSV41Error: there is no filler, a number is out of range, or the facts do not fit into so few tokens.
+      DSV41Error: there is no filler, a depth or their number is out of range, or the facts do not fit.
     """
-    facts = int(rng.integers(1, min(_MOST_FACTS, 1 + tokens // 100) + 1)) if facts is None else facts
-    asked = facts if asked is None else asked
     if not any(filler):
         raise DSV41Error("needles: there is no text to put them into")
-    if not 1 <= asked <= facts <= len(NAMES):
-        raise DSV41Error(f"needles: expected 1 to {len(NAMES)} facts, some of them asked, got {facts} and {asked}")
-    if depth is not None and not 0 <= depth <= 1:
-        raise DSV41Error(f"needles: depth: expected a share in [0, 1], got {depth}")
-    stated = [_fact(rng, name) for name in rng.choice(NAMES, facts, replace=False)]
-    depths = [float(d) for d in rng.random(facts)]
-    if depth is not None:
-        depths[0] = depth
-    order = [int(i) for i in rng.permutation(asked)]
+    if depths is None:
+        depths = rng.random(rng.integers(1, min(_MOST_FACTS, 1 + tokens // 100) + 1)).tolist()
+    if not 1 <= len(depths) <= len(NAMES):
+        raise DSV41Error(f"needles: expected 1 to {len(NAMES)} facts, got {len(depths)}")
+    if not all(0 <= depth <= 1 for depth in depths):
+        raise DSV41Error(f"needles: expected depths in [0, 1], got {list(depths)}")
+    stated = [_fact(rng, name) for name in rng.choice(NAMES, len(depths), replace=False)]
+    order = [int(i) for i in rng.permutation(len(depths))]
     least = len(encode_text(tokenizer, _assemble([], stated, depths, order).text))
     lines = _filler_lines(rng, filler, tokens - least, tokenizer)
     while True:
@@ -101,7 +97,9 @@ def needle_document(
         if count <= tokens:
             return dataclasses.replace(document, tokens=count)
         if not lines:
-            raise DSV41Error(f"needles: {facts} facts and their questions take {count} tokens, more than {tokens}")
+            raise DSV41Error(
+                f"needles: {len(depths)} facts and their questions take {count} tokens, more than {tokens}"
+            )
         lines = lines[:-1]
 
 
@@ -169,7 +167,8 @@ def _assemble(
         text += f"    assert {question}\n"
         begin = text.rindex(value)
         answers.append((begin, begin + len(value)))
-    return NeedleDocument(text=text, tokens=0, answers=tuple(answers), facts=tuple(begins[i] for i in order))
+    facts = tuple(begins[i] for i in order)
+    return NeedleDocument(text=text, tokens=0, answers=tuple(answers), facts=facts, order=tuple(order))
 
 
 def _indent(line: str) -> str:

@@ -68,7 +68,7 @@ def test_length(tokens):
 
 
 def test_all_kinds_come_and_no_value_twice():
-    documents = [document(seed, 400, facts=4) for seed in range(50)]
+    documents = [document(seed, 400, depths=[0.1, 0.3, 0.5, 0.7]) for seed in range(50)]
     text = "".join(d.text for d in documents)
     for statement in ("codes.", 'table["', "():\n"):
         assert text.count(statement) > 30
@@ -77,16 +77,12 @@ def test_all_kinds_come_and_no_value_twice():
     assert 60 < sum(value.isdigit() for value in values) < 140
 
 
-def test_one_is_asked_at_a_depth():
-    """The others are there to be told apart from it."""
-    places = []
-    for depth in (0.0, 0.25, 0.5, 0.75, 1.0):
-        d = document(7, 1500, facts=4, asked=1, depth=depth)
-        assert len(d.answers) == len(found(ASKED, d.text)) == 1
-        assert len(found(STATED, d.text.split(QUESTIONS)[0])) == 4
-        places.append(d.facts[0] / d.text.index(QUESTIONS))
-    assert places[0] < 0.05 and places[-1] > 0.9
-    np.testing.assert_allclose(places, [0, 0.25, 0.5, 0.75, 1], atol=0.15)
+def test_facts_lie_at_their_depths():
+    depths = [1.0, 0.0, 0.25, 0.75, 0.5]
+    d = document(7, 1500, depths=depths)
+    places = np.array(d.facts) / d.text.index(QUESTIONS)
+    np.testing.assert_allclose(places, [depths[i] for i in d.order], atol=0.15)
+    assert sorted(d.order) == [0, 1, 2, 3, 4] and list(d.order) != [0, 1, 2, 3, 4]
 
 
 def test_seeds():
@@ -107,10 +103,10 @@ def test_lengths_spread():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"tokens": 40, "facts": 8}, r"8 facts and their questions take \d+ tokens, more than 40"),
-        ({"facts": 0}, "expected 1 to 102 facts, some of them asked, got 0 and 0"),
-        ({"facts": 2, "asked": 3}, "got 2 and 3"),
-        ({"depth": 1.5}, r"depth: expected a share in \[0, 1\], got 1.5"),
+        ({"tokens": 40, "depths": [0.5] * 8}, r"8 facts and their questions take \d+ tokens, more than 40"),
+        ({"depths": []}, "expected 1 to 102 facts, got 0"),
+        ({"depths": [0.5] * 103}, "expected 1 to 102 facts, got 103"),
+        ({"depths": [0, 1.5]}, r"expected depths in \[0, 1\], got \[0, 1.5\]"),
     ],
 )
 def test_documents_that_cannot_be(options, message):
