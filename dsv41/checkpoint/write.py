@@ -36,8 +36,9 @@ def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
       DSV41Error: `path` is a file or a directory that is not empty, or the system refuses to write.
     """
     path = pathlib.Path(path).absolute()
-    if path.exists() and not path.is_dir():
-        raise DSV41Error(f"{path}: is a file, expected a new directory")
+    for file in (path, path.parent):
+        if file.exists() and not file.is_dir():
+            raise DSV41Error(f"{file}: is a file, expected a directory")
     partial = partial_path(path)
     try:
         if path.is_dir() and any(path.iterdir()):
