@@ -413,7 +413,8 @@ def _to_read(x: Any) -> jax.ShapeDtypeStruct | np.ndarray:
 def _as_wanted(data: Any, like: Any, saved: _Leaf) -> Any:
     if isinstance(like, np.ndarray):
         return data
-    array = data if isinstance(data, jax.Array) else jax.numpy.asarray(data)
+    # A copy, which a step may be given for good; a view of numpy's memory may not.
+    array = data if isinstance(data, jax.Array) else jax.numpy.array(data)
     array = jax.random.wrap_key_data(array, impl=saved.impl) if _is_key(like) else array
     sharding = _sharding(like)
     return array if sharding is None else jax.device_put(array, sharding)

@@ -74,6 +74,17 @@ def test_comes_back_bit_by_bit(two_steps):
     assert isinstance(found.state["odd"]["host"], np.ndarray)
 
 
+def test_single_arrays(two_steps):
+    """Without a tree to compare with, each read when it is asked for; keys are not among them."""
+    state = make_state(20)
+    with Checkpoints(two_steps, read_only=True) as checkpoints:
+        arrays = checkpoints.arrays(20)
+        assert {"params.head", "optimizer.0.mu.head", "odd.half", "odd.host"} < arrays.keys() and "key" not in arrays
+        for name, x in (("params.head", state["params"]["head"]), *((f"odd.{n}", x) for n, x in state["odd"].items())):
+            assert (arrays[name].shape, arrays[name].dtype) == (x.shape, x.dtype)
+            assert bits(np.asarray(arrays[name])) == bits(x)
+
+
 def test_other_kinds_of_keys(tmp_path):
     state = {"rbg": jax.random.key(3, impl="rbg"), "many": jax.random.split(jax.random.key(4), 5)}
     with Checkpoints(tmp_path) as checkpoints:
