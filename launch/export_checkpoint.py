@@ -90,7 +90,7 @@ class _Saved(NamedTuple):
 def _saved(directory: str, step: int | None, flag: str) -> _Saved:
     """The masters of a run; nothing of them is read yet."""
     path = pathlib.Path(directory)
-    config = load_config(path)
+    config = load_config(path / "config.json")
     checkpoints = Checkpoints(path / "checkpoints", read_only=True)
     step = checkpoints.latest() if step is None else step
     if step is None:
