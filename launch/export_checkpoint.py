@@ -13,9 +13,9 @@ FP8 matrices and Engram rows with their scales, or bfloat16 if the config has no
 --checkpoint has. Both runs must be of one model and tokenizer. Without any drafter, or with --nodrafter, the config
 that is written says that there is none.
 
-NEW_DIR holds config.json, tokenizer.json, tokenizer_config.json, safetensors files with their index, and each --file
-under its own name. It is written beside its place and appears when it is complete; it must not exist, or be empty.
-One layer at a time is read into memory.
+NEW_DIR holds config.json, tokenizer.json, tokenizer_config.json, safetensors files with their index, each --file under
+its own name, and with a drafter confidence_temperatures.json, if they have been fitted. It is written beside its place
+and appears when it is complete; it must not exist, or be empty. Of a run, one layer at a time is read into memory.
 
 Prints tensors and bytes of each part. With --json, stdout is exactly one JSON object: out, step, drafter_step (null
 without --drafter_run), drafter (whether there is one), tensors, bytes (of the tensors), directory_bytes (of all files),
@@ -34,11 +34,13 @@ from rich.table import Table
 
 import dsv41
 from dsv41.checkpoint import bytes_by_dtype, totals_by_subsystem
+from dsv41.checkpoint.token_map import load_tokenizer
 from dsv41.config import DSV41Error, ModelConfig, load_config
 from dsv41.engine.confidence_calibration import load_temperatures
 from dsv41.models import Params
 from dsv41.train.checkpoints import Checkpoints
 from dsv41.train.export import SHARD_BYTES, write_checkpoint
+from dsv41.train.tokenizer import tokenizer_hash
 from launch.cli import new_flags, run
 from launch.load_model import progress_bar
 
@@ -58,7 +60,8 @@ _FILE = flags.DEFINE_multi_string("file", [], "One more file to copy into it, su
 _TEMPERATURES = flags.DEFINE_string(
     "confidence_temperatures",
     None,
-    f"File made by launch.calibrate_confidence for this drafter, copied as {_TEMPERATURES_NAME}.",
+    f"File made by launch.calibrate_confidence for this drafter, copied as {_TEMPERATURES_NAME}; by default that of "
+    "the directory which the drafter is from, if it has one.",
     flag_values=FLAGS,
 )
 _SHARD_MIB = flags.DEFINE_integer(
@@ -91,12 +94,13 @@ def _saved(directory: str, step: int | None, flag: str) -> _Saved:
     """The masters of a run; nothing of them is read yet."""
     path = pathlib.Path(directory)
     config = load_config(path / "config.json")
-    checkpoints = Checkpoints(path / "checkpoints", read_only=True)
-    step = checkpoints.latest() if step is None else step
-    if step is None:
-        raise DSV41Error(f"--{flag}: {checkpoints.folder}: there is no checkpoint yet")
+    with Checkpoints(path / "checkpoints", read_only=True) as checkpoints:
+        step = checkpoints.latest() if step is None else step
+        if step is None:
+            raise DSV41Error(f"--{flag}: {checkpoints.folder}: there is no checkpoint yet")
+        arrays = checkpoints.arrays(step)
     parts: dict[str, Params] = {"backbone": {}, "drafter": {}, "vision": {}}
-    for name, array in checkpoints.arrays(step).items():
+    for name, array in arrays.items():
         group, _, name = name.partition(".")
         if group == "masters":
             first = name.split(".")[0]
@@ -141,21 +145,22 @@ def _config_with_drafter(config: ModelConfig, other: ModelConfig) -> ModelConfig
 
 
 def _same_tokenizer(model: pathlib.Path, drafter: pathlib.Path) -> None:
-    try:
-        same = model.read_bytes() == drafter.read_bytes()
-    except OSError as e:
-        raise DSV41Error(f"{e.filename}: cannot be read ({e.strerror or e})") from e
-    if not same:
+    # Runs write theirs in the library's own form, whatever the form of the file that they were given.
+    if tokenizer_hash(load_tokenizer(model)) != tokenizer_hash(load_tokenizer(drafter)):
         raise DSV41Error(f"--drafter_run: {drafter} is another tokenizer than {model}")
 
 
-def _files(config: ModelConfig, drafter: bool) -> dict[str, bytes]:
+def _files(config: ModelConfig, drafter: bool, directory: str) -> dict[str, bytes]:
+    """What is copied along, by name; `directory` is where the drafter is from."""
     paths = {pathlib.Path(path).name: pathlib.Path(path) for path in _FILE.value}
+    fitted = pathlib.Path(directory) / _TEMPERATURES_NAME
     if _TEMPERATURES.value is not None:
         if not drafter:
             raise DSV41Error("--confidence_temperatures: there is no drafter to go with them")
-        load_temperatures(_TEMPERATURES.value, config.text_config.dspark_block_size)
-        paths[_TEMPERATURES_NAME] = pathlib.Path(_TEMPERATURES.value)
+        fitted = pathlib.Path(_TEMPERATURES.value)
+    if drafter and (_TEMPERATURES.value is not None or fitted.exists()):
+        load_temperatures(fitted, config.text_config.dspark_block_size)
+        paths[_TEMPERATURES_NAME] = fitted
     try:
         return {name: path.read_bytes() for name, path in paths.items()}
     except OSError as e:
@@ -208,7 +213,7 @@ def main() -> None:
         trained = _saved(_DRAFTER_RUN.value, _DRAFTER_STEP.value, "drafter_run")
         model, drafter_step = _with_drafter_of(model, trained), trained.step
     drafter = model.weights.drafter if _DRAFTER.value else None
-    files = _files(model.config, drafter is not None)
+    files = _files(model.config, drafter is not None, _DRAFTER_RUN.value or _RUN.value or _CHECKPOINT.value)
     with progress_bar(FLAGS.verbose, in_bytes=True) as bar:
         task = bar.add_task("writing", total=None)
         written = write_checkpoint(

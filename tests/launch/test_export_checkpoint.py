@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 import dsv41
 from dsv41.checkpoint import open_checkpoint
 from dsv41.config import config_to_dict
-from dsv41.engine.confidence_calibration import ConfidenceTemperatures, save_temperatures
+from dsv41.engine.confidence_calibration import ConfidenceTemperatures, load_temperatures, save_temperatures
 from dsv41.engram_store import EngramStore, EngramTable
 from dsv41.evals import score_tokens
 from dsv41.train.checkpoints import Checkpoints
@@ -54,7 +54,13 @@ def runs(tmp_path_factory):
     """(of the model, of the drafter)."""
     folder = tmp_path_factory.mktemp("runs")
     model = write_run(folder / "model", off_grid.backbone(), 10, 20)
-    return model, write_run(folder / "drafter", off_grid.drafter(), 5)
+    # The same tokenizer in another form.
+    (folder / "tokenizer.json").write_text(json.dumps(json.loads(TOKENIZER.read_text()), indent=3))
+    return model, write_run(folder / "drafter", off_grid.drafter(), 5, tokenizer=folder / "tokenizer.json")
+
+
+def temperatures(first):
+    return ConfidenceTemperatures(values=(first,) * 5, samples=9, ece_before=(0.5,) * 5, ece_after=(0.1,) * 5)
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +110,7 @@ def test_the_run_is_scored_as_the_weights_in_memory(exported, tmp_path):
 
 def test_it_says_what_was_written(runs, tmp_path, capsys):
     (tmp_path / "README.md").write_text("# Model\n")
-    temperatures = ConfidenceTemperatures(values=(1.5,) * 5, samples=9, ece_before=(0.5,) * 5, ece_after=(0.1,) * 5)
-    save_temperatures(temperatures, tmp_path / "t.json")
+    save_temperatures(temperatures(1.5), tmp_path / "t.json")
     out = tmp_path / "out"
     arguments = [f"--run={runs[0]}", f"--drafter_run={runs[1]}", f"--out={out}", f"--file={tmp_path / 'README.md'}"]
     assert start(export_checkpoint, *arguments, f"--confidence_temperatures={tmp_path / 't.json'}", "--json") == 0
@@ -147,17 +152,21 @@ def test_steps_and_a_model_without_drafter(runs, exported, tmp_path, capsys):
 def test_a_drafter_for_weights_that_are_stored(runs, exported, tmp_path, capsys):
     """A drafter of the small model's run goes with the weights that its model was exported to."""
     out = tmp_path / "out"
-    assert (
-        start(export_checkpoint, f"--checkpoint={exported}", f"--drafter_run={runs[1]}", f"--out={out}", "--json") == 0
-    )
+    drafter = shutil.copytree(runs[1], tmp_path / "drafter")
+    save_temperatures(temperatures(2.0), drafter / "confidence_temperatures.json")
+    arguments = (f"--checkpoint={exported}", f"--drafter_run={drafter}", f"--out={out}", "--json")
+    assert start(export_checkpoint, *arguments) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["step"], report["drafter_step"], report["drafter"]) == (None, 5, True)
     before, after = tensors(exported), tensors(out)
     assert {name: after[name] for name in before} == before
     assert {name.split(".")[0] for name in after.keys() - before.keys()} == {"mtp"}
+    fitted = load_temperatures(out / "confidence_temperatures.json", 5)
+    assert fitted == temperatures(2.0)
     # And without it again.
     assert start(export_checkpoint, f"--checkpoint={out}", "--nodrafter", f"--out={tmp_path / 'alone'}") == 0
     assert tensors(tmp_path / "alone") == before
+    assert not (tmp_path / "alone" / "confidence_temperatures.json").exists()
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +176,10 @@ def odd_runs(tmp_path_factory):
     other = dataclasses.replace(config, text_config=dataclasses.replace(config.text_config, rope_theta=20000))
     write_run(folder / "other", off_grid.drafter(), 5, config=other)
     text = json.loads(TOKENIZER.read_text())
-    (folder / "tokenizer.json").write_text(json.dumps(text, indent=3))
+    vocabulary = text["model"]["vocab"]
+    first, second = (next(word for word, i in vocabulary.items() if i == n) for n in (400, 401))
+    vocabulary[first], vocabulary[second] = 401, 400
+    (folder / "tokenizer.json").write_text(json.dumps(text))
     write_run(folder / "words", off_grid.drafter(), 5, tokenizer=folder / "tokenizer.json")
     write_run(folder / "new", {})
     return folder
