@@ -38,16 +38,17 @@ _PANELS = (
 class Curves:
     """`curves.csv` of a run: step, tokens seen, and the metrics that the first row has."""
 
-    def __init__(self, folder: str | pathlib.Path, tensorboard: bool = False):
+    def __init__(self, folder: str | pathlib.Path, tensorboard: bool = False, *, file: str = FILE):
         """
         Args:
           folder: of the run; what its file has is continued.
-          tensorboard: also write events into `folder`/tensorboard.
+          tensorboard: also write events into a folder beside the file: `tensorboard` for `curves.csv`.
+          file: its name, if it is another one.
 
         Raises:
           DSV41Error: the folder is missing, its file is not one of these, or tensorboardX is not installed.
         """
-        self.path = pathlib.Path(folder) / FILE
+        self.path = pathlib.Path(folder) / file
         if not self.path.parent.is_dir():
             raise DSV41Error(f"{self.path}: no such directory {self.path.parent}")
         self._module = _tensorboard_module() if tensorboard else None
@@ -119,7 +120,8 @@ class Curves:
     def _open_events(self) -> None:
         # TensorBoard hides what an earlier run wrote of steps from `first` on. Files are named by the second, and one
         # would replace that of a run that ended just now.
-        folder, first = self.path.parent / "tensorboard", 0 if self._last is None else self._last + 1
+        stem = "" if self.path.name == FILE else f"_{self.path.stem}"
+        folder, first = self.path.parent / f"tensorboard{stem}", 0 if self._last is None else self._last + 1
         try:
             self._events = self._module.SummaryWriter(
                 logdir=str(folder), purge_step=first, filename_suffix=f".{first}.{os.getpid()}"
