@@ -28,6 +28,7 @@ import pathlib
 import sys
 from typing import Any, NamedTuple
 
+import jax
 from absl import flags
 from rich.console import Console
 from rich.table import Table
@@ -168,7 +169,7 @@ def _files(config: ModelConfig, drafter: bool, directory: str) -> dict[str, byte
 
 
 def _print(report: dict[str, Any], totals: dict[str, Any]) -> None:
-    table = Table(title=f"{report['out']}", title_justify="left")
+    table = Table()
     table.add_column("part")
     for column in ("tensors", "bytes"):
         table.add_column(column, justify="right")
@@ -177,7 +178,7 @@ def _print(report: dict[str, Any], totals: dict[str, Any]) -> None:
     width = None if sys.stdout.isatty() else 120
     Console(file=sys.stdout, width=width, markup=False, highlight=False, emoji=False).print(table)
     dtypes = ", ".join(f"{name} {size:,}" for name, size in report["dtypes"].items())
-    print(f"{report['tensors']:,} tensors, {report['bytes']:,} bytes ({dtypes})")
+    print(f"{report['out']}: {report['tensors']:,} tensors, {report['bytes']:,} bytes ({dtypes})")
     print(f"{report['directory_bytes']:,} bytes with all files; {'a' if report['drafter'] else 'no'} drafter")
 
 
@@ -252,6 +253,8 @@ def _report(model: _Saved, written: dict[str, Any], drafter: bool, drafter_step:
 
 def cli() -> int:
     """The console script."""
+    # Rounding is all there is to compute, and an accelerator may be in use by the run.
+    jax.config.update("jax_platforms", "cpu")
     return run(main, FLAGS)
 
 
