@@ -85,10 +85,13 @@ class Curves:
           metrics: numbers by name; the first row says which there are.
 
         Raises:
-          DSV41Error: the step is not above the last one, a metric is missing or new, or the system refuses to write.
+          DSV41Error: the step is not above the last one, a metric is missing or new or called as another column, or the
+            system refuses to write.
         """
         if self._last is not None and step <= self._last:
             raise DSV41Error(f"{self.path}: step {step} after step {self._last}; truncate it to the step restored")
+        if reserved := {_STEP, _TOKENS} & metrics.keys():
+            raise DSV41Error(f"{self.path}: a metric cannot be called {', '.join(sorted(reserved))}")
         columns = [_STEP, _TOKENS, *metrics]
         if self._columns is None:
             self._columns = columns

@@ -199,6 +199,8 @@ class _Loop:
 
     def _log(self, at: Progress, numbers: dict[str, float]) -> None:
         numbers.pop("finite", None)
+        if "tokens" in numbers:  # of this step that count in its loss; the column is of those seen so far
+            numbers["predicted_tokens"] = numbers.pop("tokens")
         now, rate = time.perf_counter(), 0.0
         if self._clock is not None:
             then, tokens = self._clock

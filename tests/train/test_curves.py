@@ -72,8 +72,18 @@ def test_columns_stay(tmp_path):
             curves.append(3, 300, {"loss": 1.0, "other": 2.0})
         with pytest.raises(DSV41Error, match=r"curves\.csv: step 3: new column other"):
             curves.append(3, 300, {"loss": 1.0, "learning_rate": 1.0, "recall": 0.0, "other": 2.0})
+        with pytest.raises(DSV41Error, match=r"curves\.csv: a metric cannot be called tokens"):
+            curves.append(3, 300, {"loss": 1.0, "learning_rate": 1.0, "recall": 0.0, "tokens": 2.0})
         rows(curves, 3, 3)
     assert read_curves(tmp_path / "curves.csv")["step"].tolist() == [1, 2, 3]
+
+
+def test_another_file_name(tmp_path):
+    """Evaluations have a file, and events, of their own."""
+    with Curves(tmp_path, file="held_out.csv") as held_out, Curves(tmp_path) as curves:
+        rows(curves, 1, 3)
+        held_out.append(2, 200, {"lm_loss": 1.0})
+    assert (tmp_path / "held_out.csv").read_text() == "step,tokens,lm_loss\n2,200,1.0\n"
 
 
 @pytest.mark.parametrize(
