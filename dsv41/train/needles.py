@@ -13,7 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from dsv41.config import DSV41Error
-from dsv41.train.tokenizer import encode_text
+from dsv41.train.tokenizer import encode_text, encode_texts
 
 # A statement of a fact and its question. In both, the name is a piece of its own for the tokenizer, so that it has the
 # same tokens there.
@@ -73,7 +73,7 @@ def needle_document(
       filler: texts that whole lines are taken from.
       tokens: length that it comes close to from below.
       tokenizer: counts tokens.
-      depths: where each fact is, as a share of the filler's lines; None: one to eight facts anywhere, fewer if short.
+      depths: where each fact is, as a share of the filler; None: one to eight facts anywhere, fewer if it is short.
         Each has another name, and all are asked in a random order.
 
     Raises:
@@ -150,8 +150,12 @@ def _fact(rng: np.random.Generator, name: str) -> tuple[str, str, str]:
 def _assemble(
     lines: Sequence[str], stated: Sequence[tuple[str, str, str]], depths: Sequence[float], order: Sequence[int]
 ) -> NeedleDocument:
-    """Lines with a fact in front of the one at each depth, indented like it; then the questions. Tokens uncounted."""
-    at = [round(depth * len(lines)) for depth in depths]
+    """Lines with a fact at the border nearest to each depth, indented like what follows; then the questions.
+
+    Tokens are not counted.
+    """
+    ends = np.cumsum([0, *(len(line) + 1 for line in lines)])
+    at = [int(np.abs(ends - depth * ends[-1]).argmin()) for depth in depths]
     text, begins = "", {}
     for n in range(len(lines) + 1):
         indent = _indent(lines[n]) if n < len(lines) else ""
@@ -181,8 +185,10 @@ def _filler_lines(rng: np.random.Generator, filler: Sequence[str], tokens: int, 
     for _ in range(max(tokens, 0)):  # each excerpt has a token or more
         lines = filler[rng.integers(len(filler))].split("\n")
         start = rng.integers(len(lines))
-        for line in lines[start : start + _EXCERPT_LINES]:
-            size = len(encode_text(tokenizer, f"\n{line}"))  # a line's end and the next one's indentation are one token
+        excerpt = lines[start : start + _EXCERPT_LINES]
+        # A line's end and the next one's indentation are one token.
+        sizes = map(len, encode_texts(tokenizer, [f"\n{line}" for line in excerpt]))
+        for line, size in zip(excerpt, sizes, strict=True):
             if size > tokens:
                 break
             taken.append(line)

@@ -81,7 +81,7 @@ def test_facts_lie_at_their_depths():
     depths = [1.0, 0.0, 0.25, 0.75, 0.5]
     d = document(7, 1500, depths=depths)
     places = np.array(d.facts) / d.text.index(QUESTIONS)
-    np.testing.assert_allclose(places, [depths[i] for i in d.order], atol=0.15)
+    np.testing.assert_allclose(places, [depths[i] for i in d.order], atol=0.06)
     assert sorted(d.order) == [0, 1, 2, 3, 4] and list(d.order) != [0, 1, 2, 3, 4]
 
 
