@@ -245,7 +245,7 @@ def apply_gradients(
     """
     with jax.named_scope("optimizer"):
         labels = labels_of(state.masters)
-        norm = optax.global_norm(jax.tree.map(lambda g, label: g * (label is not Label.FROZEN), gradients, labels))
+        norm = optax.tree.norm(jax.tree.map(lambda g, label: g * (label is not Label.FROZEN), gradients, labels))
         updates, changed = optimizer.update(gradients, state.optimizer, state.masters, learning_rate=learning_rate)
         masters = move_biases(optax.apply_updates(state.masters, updates))
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)

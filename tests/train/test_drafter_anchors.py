@@ -44,13 +44,13 @@ def _by_hand():
 
 
 def test_eligible_tokens_are_those_with_a_feature_before_and_a_true_token_behind():
-    pack = drafters.pack(small_model(), _rows())
+    pack = drafters.pack(small_model().config, _rows())
     found = [np.flatnonzero(row).tolist() for row in np.asarray(eligible(pack))]
     assert found == [able for able, _ in _by_hand()]
 
 
 def test_drafts_count_up_to_the_first_that_does_not():
-    pack = drafters.pack(small_model(), _rows())
+    pack = drafters.pack(small_model().config, _rows())
     tokens, document = np.asarray(pack.tokens), np.asarray(pack.document)
     for row, (_, valid) in enumerate(_by_hand()):
         index = np.array(sorted(valid))
@@ -68,7 +68,7 @@ def test_drafts_count_up_to_the_first_that_does_not():
 
 def test_anchors_are_drawn_uniformly_without_replacement():
     rows = [[Document(packs.random_tokens(64, i))] for i in range(8)]
-    pack = drafters.pack(small_model(), rows)
+    pack = drafters.pack(small_model().config, rows)
     able = np.asarray(eligible(pack))[0]
     draw = jax.jit(lambda key, pack: draw_anchors(key, pack, 16, DRAFTS))
     count = np.zeros(64)
@@ -88,7 +88,7 @@ def test_anchors_are_drawn_uniformly_without_replacement():
 
 
 def test_missing_anchors_are_dummies_at_the_end():
-    pack = drafters.pack(small_model(), _rows())
+    pack = drafters.pack(small_model().config, _rows())
     for count in (40, 100):  # fewer and more than a row has tokens
         anchors = draw_anchors(jax.random.key(0), pack, count, DRAFTS)
         assert anchors.valid.shape == (2, count, DRAFTS)

@@ -32,7 +32,7 @@ def compiled(model: Model):
     @jax.jit
     def run(masters, features, pack, anchors):
         drafter = bind_masters(masters, config, options.qat)
-        rope = drafters.rope(model)[0]
+        rope = drafters.rope(model.config)[0]
         blocks = run_stages(
             drafter, features.embed, features.main_hidden, pack, anchors, jnp.asarray(rope), options=options
         )
@@ -50,7 +50,7 @@ def documents():
 
 
 def trained(model: Model, rows, index, features=None):
-    pack = drafters.pack(model, rows)
+    pack = drafters.pack(model.config, rows)
     features = drafters.features(model, pack.tokens.shape) if features is None else features
     anchors = anchors_at(pack, jnp.asarray(index)[None], DRAFTS)
     masters = masters_from(model.drafter, model.config)
@@ -142,9 +142,9 @@ def test_what_lies_behind_the_anchor_changes_nothing():
 
 def test_rows_too_long_for_the_rope_are_refused():
     model, (first, _) = small_model(), documents()
-    pack = drafters.pack(model, [[Document(first)]])
+    pack = drafters.pack(model.config, [[Document(first)]])
     features, anchors = drafters.features(model, pack.tokens.shape), anchors_at(pack, jnp.asarray([[5]]), DRAFTS)
-    rope = jnp.asarray(drafters.rope(model)[0][:-1])
+    rope = jnp.asarray(drafters.rope(model.config)[0][:-1])
 
     def run(masters):
         drafter = bind_masters(masters, model.config, DrafterOptions().qat)
