@@ -11,8 +11,9 @@ Parts:
   perplexity   Each held-out file by itself: nats a token, perplexity, bits a byte. A file longer than --context is cut.
   needle       Documents of --lengths tokens of held-out code with facts at five depths that are asked for at the end.
                An answer is right if decoding at temperature 0 would give all of it.
-  acceptance   Continues --prompts places of held-out files with drafts, at temperatures 0 and 1, and at 0 without
-               drafts too: accepted drafts a round, backbone passes saved, and whether the same tokens came out.
+  acceptance   Of a model with a drafter: continues --prompts places of held-out files with drafts, at temperatures 0
+               and 1, and at 0 without drafts too: accepted drafts a round, backbone passes saved, and whether the same
+               tokens came out.
 
 The files are those that training leaves out: of the running interpreter's standard library, or of --corpus.
 
@@ -57,7 +58,9 @@ RESULTS, CARD = "results.json", "model_card.md"
 FLAGS = new_flags()
 _MODEL = ModelFlags(FLAGS)
 _OUT = flags.DEFINE_string("out", None, "Directory for results.json and model_card.md.", flag_values=FLAGS)
-_PARTS = flags.DEFINE_list("parts", list(PARTS), "What to measure.", flag_values=FLAGS)
+_PARTS = flags.DEFINE_list(
+    "parts", None, f"What to measure, of {', '.join(PARTS)}; by default all that the model has.", flag_values=FLAGS
+)
 _CORPUS = flags.DEFINE_string(
     "corpus",
     None,
@@ -75,7 +78,12 @@ _CONTEXT = flags.DEFINE_integer(
 )
 _BATCH = flags.DEFINE_integer("batch", BATCH, "perplexity, needle: rows that run together.", flag_values=FLAGS)
 _CHUNK = flags.DEFINE_integer("chunk", CHUNK, "perplexity, needle: tokens a row in one step.", flag_values=FLAGS)
-_LENGTHS = flags.DEFINE_list("lengths", list(map(str, LENGTHS)), "needle: tokens of documents.", flag_values=FLAGS)
+_LENGTHS = flags.DEFINE_list(
+    "lengths",
+    None,
+    f"needle: tokens of documents; by default those of {','.join(map(str, LENGTHS))} that fit.",
+    flag_values=FLAGS,
+)
 _DOCUMENTS = flags.DEFINE_integer(
     "documents", 4, "needle: documents of each length; each asks for five facts.", flag_values=FLAGS
 )
@@ -106,7 +114,7 @@ def _needle(model: Model, corpus: Corpus, progress: Progress) -> dict[str, Any]:
     found = needle_accuracy(
         model,
         [d.text for d in corpus.held_out],
-        lengths=_lengths(),
+        lengths=_lengths(model.config),
         documents=_DOCUMENTS.value,
         seed=_SEED.value,
         batch=_BATCH.value,
@@ -145,14 +153,32 @@ _MEASURES: Mapping[str, Callable[[Model, Corpus, Progress], Any]] = dict(
 )
 
 
-def _lengths() -> list[int]:
+def _parts(config: ModelConfig) -> list[str]:
+    """In the order in which they are measured."""
+    if _PARTS.value is None:
+        return list(PARTS if config.text_config.num_nextn_predict_layers else PARTS[:-1])
+    if unknown := [part for part in _PARTS.value if part not in PARTS]:
+        raise DSV41Error(f"--parts: expected some of {','.join(PARTS)}, got {unknown[0]!r}")
+    if not _PARTS.value:
+        raise DSV41Error(f"--parts: expected some of {','.join(PARTS)}")
+    return [part for part in PARTS if part in _PARTS.value]
+
+
+def _lengths(config: ModelConfig) -> list[int]:
+    most = config.text_config.max_position_embeddings - 1
+    if _LENGTHS.value is None:
+        return [length for length in LENGTHS if length <= most]
+    given = ",".join(_LENGTHS.value)
     try:
-        return [int(length) for length in _LENGTHS.value]
+        lengths = [int(length) for length in _LENGTHS.value]
     except ValueError as e:
-        raise DSV41Error(f"--lengths: expected numbers of tokens as 256,1024, got {','.join(_LENGTHS.value)}") from e
+        raise DSV41Error(f"--lengths: expected numbers of tokens as 256,1024, got {given}") from e
+    if not lengths or not all(0 < length <= most for length in lengths):
+        raise DSV41Error(f"--lengths: expected 1 to {most} tokens each, got {given!r}")
+    return lengths
 
 
-def _check(config: ModelConfig) -> None:
+def _check(config: ModelConfig, parts: Sequence[str]) -> None:
     """Finds out before a long load what cannot be.
 
     Raises:
@@ -160,10 +186,6 @@ def _check(config: ModelConfig) -> None:
     """
     if _OUT.value is None:
         raise DSV41Error("--out=DIR is required")
-    if unknown := [part for part in _PARTS.value if part not in PARTS]:
-        raise DSV41Error(f"--parts: expected some of {','.join(PARTS)}, got {unknown[0]!r}")
-    if not _PARTS.value:
-        raise DSV41Error(f"--parts: expected some of {','.join(PARTS)}")
     for flag, least in ((_FILES, 0), (_BATCH, 1), (_CHUNK, 1), (_DOCUMENTS, 1), (_PROMPTS, 1), (_PROMPT_TOKENS, 2)):
         if flag.value < least:
             raise DSV41Error(f"--{flag.name}: expected {least} or more, got {flag.value}")
@@ -172,9 +194,9 @@ def _check(config: ModelConfig) -> None:
     most = config.text_config.max_position_embeddings
     if _CONTEXT.value is not None and not 2 <= _CONTEXT.value <= most:
         raise DSV41Error(f"--context: expected 2 to {most} tokens, got {_CONTEXT.value}")
-    if "needle" in _PARTS.value and not all(0 < length < most for length in _lengths()):
-        raise DSV41Error(f"--lengths: expected 1 to {most - 1} tokens each, got {','.join(_LENGTHS.value)}")
-    if "acceptance" in _PARTS.value:
+    if "needle" in parts:
+        _lengths(config)
+    if "acceptance" in parts:
         if not Speculation().drafts(config):
             raise DSV41Error("acceptance: the model drafts nothing (dspark_block_size is 0)")
         check_prompts(config, [np.zeros(_PROMPT_TOKENS.value, np.int64)], _MAX_NEW_TOKENS.value)
@@ -267,20 +289,21 @@ def _print(results: Mapping[str, Any]) -> None:
 
 def main() -> None:
     config = _MODEL.config()
-    _check(config)
+    parts = _parts(config)
+    _check(config, parts)
     record, corpus = _record(), _corpus()
+    if _PLOT.given and not {"needle", "acceptance"} & set(parts):
+        raise DSV41Error("--plot: shows the parts needle and acceptance, and neither is measured")
     out = pathlib.Path(_OUT.value)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise DSV41Error(f"--out: cannot make the directory {out} ({e.strerror})") from e
-    if _PLOT.given and not {"needle", "acceptance"} & set(_PARTS.value):
-        raise DSV41Error("--plot: shows the parts needle and acceptance, and --parts has neither")
     _PLOT.check()
-    model, load_s = _MODEL.load(drafter="acceptance" in _PARTS.value)
+    model, load_s = _MODEL.load(drafter="acceptance" in parts)
     results = _described(config, corpus)
     results["seconds"]["load"] = load_s
-    for part in (part for part in PARTS if part in _PARTS.value):
+    for part in parts:
         started = time.perf_counter()
         with progress_bar(FLAGS.verbose) as bar:
             task = bar.add_task(part, total=None)
