@@ -92,15 +92,8 @@ def needle_accuracy(
     Raises:
       DSV41Error: the model has no tokenizer, a length is longer than its context, or a number is out of range.
     """
-    text, tokenizer = model.config.text_config, model.tokenizer
-    if tokenizer is None:
-        raise DSV41Error("needles: the checkpoint has no tokenizer.json, which turns documents into tokens")
-    if documents < 1 or not lengths:
-        raise DSV41Error(f"needles: expected documents and lengths, got {documents} and {list(lengths)}")
-    if max(lengths) >= text.max_position_embeddings:
-        raise DSV41Error(
-            f"needles: {max(lengths)} tokens and a begin exceed max_position_embeddings={text.max_position_embeddings}"
-        )
+    _check(model, lengths, documents)
+    tokenizer = model.tokenizer
     made = [
         needle_document(np.random.default_rng([seed, length, i]), filler, length, tokenizer, depths=depths)
         for length in lengths
@@ -125,6 +118,18 @@ def needle_accuracy(
         tokens_right=counts[1].astype(np.int64),
         nats=counts[2],
     )
+
+
+def _check(model: Model, lengths: Sequence[int], documents: int) -> None:
+    text = model.config.text_config
+    if model.tokenizer is None:
+        raise DSV41Error("needles: the checkpoint has no tokenizer.json, which turns documents into tokens")
+    if documents < 1 or not lengths:
+        raise DSV41Error(f"needles: expected documents and lengths, got {documents} and {list(lengths)}")
+    if max(lengths) >= text.max_position_embeddings:
+        raise DSV41Error(
+            f"needles: {max(lengths)} tokens and a begin exceed max_position_embeddings={text.max_position_embeddings}"
+        )
 
 
 def _at_answers(
