@@ -63,8 +63,10 @@ class _ConfidenceHead(nnx.Module):
 
 
 class Drafter(nnx.Module):
-    """All stages. Attribute paths are the checkpoint's tensor names; embedding and head are the backbone's. `formats` are
-    those of the checkpoint unless they are given."""
+    """All stages. Attribute paths are the checkpoint's tensor names; embedding and head are the backbone's.
+
+    `formats` are those of the checkpoint unless they are given.
+    """
 
     def __init__(self, config: ModelConfig, rules: ShardingRules = LOCAL, formats: BlockFormats | None = None):
         c = config.text_config
