@@ -2,10 +2,10 @@
 
     python -m launch.evaluate --checkpoint=DIR --out=OUT
     python -m launch.evaluate --checkpoint=DIR --out=OUT --parts=needle --documents=16 --plot=OUT/needle.png
-    python -m launch.evaluate --checkpoint=DIR --out=OUT --record=RUN/run.json --files=0 --json
+    python -m launch.evaluate --checkpoint=DIR --out=OUT --run=RUN --run=DRAFTER_RUN --files=0 --json
 
-OUT, which is made if it is missing, gets results.json, written anew after every part, and model_card.md. --record is a
-JSON object that says how the model was trained; the card shows it as it is, and a `command` in it as a command.
+OUT, which is made if it is missing, gets results.json, written anew after every part, and model_card.md. The card tells
+of each --run how the model was trained: its run.json, the command in it first, and the last rows of its curves.
 
 Parts:
   perplexity   Each held-out file by itself: nats a token, perplexity, bits a byte. A file longer than --context is cut.
@@ -47,13 +47,16 @@ from dsv41.evals.perplexity import all_files, file_losses
 from dsv41.models import Model
 from dsv41.train.corpus import Corpus, standard_library
 from dsv41.train.corpus_file import read_corpus
+from dsv41.train.curves import FILE as CURVES
+from dsv41.train.curves import read_curves
 from launch.cli import new_flags, run
 from launch.load_model import ModelFlags, progress_bar
 from launch.plots import PlotFlag
+from launch.training_flags import HELD_OUT_CURVES
 
 PARTS = ("perplexity", "needle", "acceptance")
 TEMPERATURES = (0.0, 1.0)
-RESULTS, CARD = "results.json", "model_card.md"
+RESULTS, CARD, RECORD = "results.json", "model_card.md", "run.json"
 
 FLAGS = new_flags()
 _MODEL = ModelFlags(FLAGS)
@@ -64,10 +67,12 @@ _PARTS = flags.DEFINE_list(
 _CORPUS = flags.DEFINE_string(
     "corpus",
     None,
-    "File of a corpus, as training may write one, or folder of a Python library, instead of the running interpreter's.",
+    "File of launch.make_corpus, or folder of a Python library, instead of the running interpreter's.",
     flag_values=FLAGS,
 )
-_RECORD = flags.DEFINE_string("record", None, "JSON object about the training, for the card.", flag_values=FLAGS)
+_RUN = flags.DEFINE_multi_string(
+    "run", [], "Directory of launch.train or launch.train_dspark that the model comes from.", flag_values=FLAGS
+)
 _NAME = flags.DEFINE_string("name", None, "Of the model; by default its directory's.", flag_values=FLAGS)
 _SEED = flags.DEFINE_integer("seed", 0, "Of needle documents, prompts and draws.", flag_values=FLAGS)
 _FILES = flags.DEFINE_integer(
@@ -202,15 +207,24 @@ def _check(config: ModelConfig, parts: Sequence[str]) -> None:
         check_prompts(config, [np.zeros(_PROMPT_TOKENS.value, np.int64)], _MAX_NEW_TOKENS.value)
 
 
-def _record() -> dict[str, Any] | None:
-    if _RECORD.value is None:
-        return None
+def _record(folder: pathlib.Path) -> dict[str, Any]:
+    """What a run was, as JSON values.
+
+    Raises:
+      DSV41Error: the directory holds no run, or a file of it cannot be read; names the file.
+    """
+    path = folder / RECORD
     try:
-        record = json.loads(pathlib.Path(_RECORD.value).read_text(encoding="utf-8"))
+        record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
-        raise DSV41Error(f"--record: {_RECORD.value}: not a readable JSON file ({e})") from e
+        raise DSV41Error(f"--run: {path}: not a readable JSON file ({e})") from e
     if not isinstance(record, dict):
-        raise DSV41Error(f"--record: {_RECORD.value}: expected a JSON object, got {type(record).__name__}")
+        raise DSV41Error(f"--run: {path}: expected a JSON object, got {type(record).__name__}")
+    if isinstance(record.get("identity"), dict):
+        record["identity"].pop("config", None)  # as long as everything else, and beside the weights anyway
+    for what, name in (("last step", CURVES), ("held out", HELD_OUT_CURVES)):
+        if (folder / name).exists():
+            record[what] = {key: values[-1].item() for key, values in read_curves(folder / name).items()}
     return record
 
 
@@ -291,7 +305,7 @@ def main() -> None:
     config = _MODEL.config()
     parts = _parts(config)
     _check(config, parts)
-    record, corpus = _record(), _corpus()
+    records, corpus = [_record(pathlib.Path(folder)) for folder in _RUN.value], _corpus()
     if _PLOT.given and not {"needle", "acceptance"} & set(parts):
         raise DSV41Error("--plot: shows the parts needle and acceptance, and neither is measured")
     out = pathlib.Path(_OUT.value)
@@ -315,7 +329,7 @@ def main() -> None:
     if _PLOT.given:
         _draw(results)
         results["picture"] = os.path.relpath(FLAGS.plot, out)
-    write_file(out / CARD, model_card(results, record).encode())
+    write_file(out / CARD, model_card(results, records).encode())
     if _JSON.value:
         print(json.dumps(results))
     else:

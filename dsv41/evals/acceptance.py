@@ -132,8 +132,7 @@ def measure_acceptance(
       seed: of the draws.
       speculation: how; None: every draft is verified.
       compare: also decode without drafts and count what is the same; only at temperature 0.
-      progress: called with (tokens drawn, tokens that may be drawn in all); a request that stops early counts as whole
-        when its batch is done.
+      progress: called with (tokens drawn, tokens that may be drawn in all); those not drawn count with their batch.
 
     Raises:
       DSV41Error: as `generate`, an empty batch, a comparison above temperature 0, or nothing was drafted.
@@ -162,12 +161,16 @@ def measure_acceptance(
             if progress is not None:
                 progress(done, total)
     drafted, plain = results[0], results[-1]
-    records = tuple(r.speculation for r in drafted if r.speculation is not None)
-    if len(records) != len(drafted) or not any(r.rounds for r in records):
-        raise DSV41Error("acceptance: nothing was drafted")
     return Acceptance(
         temperature=temperature,
         new_tokens=sum(len(r.token_ids) for r in drafted),
-        records=records,
+        records=_records(drafted),
         identical=sum(a.token_ids == b.token_ids for a, b in zip(drafted, plain, strict=True)) if compare else None,
     )
+
+
+def _records(drafted: Sequence[GenerationResult]) -> tuple[SpeculationRecord, ...]:
+    records = tuple(r.speculation for r in drafted if r.speculation is not None)
+    if len(records) != len(drafted) or not any(r.rounds for r in records):
+        raise DSV41Error("acceptance: nothing was drafted")
+    return records

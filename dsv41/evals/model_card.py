@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 
-def model_card(results: Mapping[str, Any], record: Mapping[str, Any] | None = None) -> str:
+def model_card(results: Mapping[str, Any], records: Sequence[Mapping[str, Any]] = ()) -> str:
     """The card of a model.
 
     Args:
       results: of `launch.evaluate`: `model`, `corpus`, `command` and `machine`, and of the parts that were run
         `perplexity`, `needle` and `acceptance`; perhaps the name of a `picture` beside the card.
-      record: of the training, JSON values of any shape. A `command` in it is shown as a command. None: nothing is said
-        about training.
+      records: of the runs that trained it, JSON values of any shape; a `command` is shown as one.
     """
     parts = [
         [f"# Model card: {results['model']['name']}", *_model(results["model"])],
-        _training(record or {}),
+        _training(records),
         _perplexity(results.get("perplexity")),
         _needle(results.get("needle"), results.get("picture")),
         _acceptance(results.get("acceptance")),
@@ -33,15 +33,13 @@ def _model(model: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
-def _training(record: Mapping[str, Any]) -> Iterator[str]:
-    if not record:
-        return
-    yield "## Training"
-    record = dict(record)
-    if command := record.pop("command", None):
-        yield _code(command if isinstance(command, str) else " ".join(map(str, command)))
-    if record:
-        yield _table(("", ""), list(_flat(record)))
+def _training(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    if records:
+        yield "## Training"
+    for record in records:
+        if command := record.get("command"):
+            yield _code(command if isinstance(command, str) else shlex.join(command))
+        yield _table(("", ""), list(_flat({name: value for name, value in record.items() if name != "command"})))
 
 
 def _perplexity(found: Mapping[str, Any] | None) -> Iterator[str]:

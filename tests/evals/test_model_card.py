@@ -31,10 +31,11 @@ RECORD = {
     "packages": ["jax", "numpy"],
     "resumed": True,
 }
+RECORDS = [RECORD, {"command": ["python", "-m", "launch.train_dspark", "--text=a b"], "seed": 4}]
 
 
 def test_all_of_it():
-    card = model_card(BASE | MEASURED | {"picture": "needle.png"}, RECORD)
+    card = model_card(BASE | MEASURED | {"picture": "needle.png"}, RECORDS)
     assert card.startswith("# Model card: nano\n\n") and card.endswith("|\n")
     headings = [line[3:] for line in card.splitlines() if line.startswith("## ")]
     assert headings == [
@@ -43,7 +44,9 @@ def test_all_of_it():
     for line in (
         "    python -m launch.train \\",
         "      --seed=3",
+        "    python -m launch.train_dspark '--text=a b'",
         "| seed | 3 |",
+        "| seed | 4 |",
         "| final.loss | 1.23457 |",
         "| final.tokens | 40,000,000 |",
         "| packages | jax, numpy |",

@@ -39,9 +39,10 @@ def library(tmp_path):
 def test_all_parts(capsys, tmp_path, library):
     """Of the bundled model, whose weights are random: it recalls nothing, and drafts change nothing."""
     out = tmp_path / "out"
-    (tmp_path / "run.json").write_text(json.dumps({"command": "train it", "seed": 17}))
+    (tmp_path / "run.json").write_text(json.dumps({"command": ["train", "it"], "seed": 17}))
+    (tmp_path / "curves.csv").write_text("step,tokens,loss\n1,64,3.5\n2,128,2.5\n")
     arguments = (
-        *MODEL, f"--out={out}", f"--corpus={library}", f"--record={tmp_path / 'run.json'}", "--files=2",
+        *MODEL, f"--out={out}", f"--corpus={library}", f"--run={tmp_path}", "--files=2",
         "--lengths=384,448", "--documents=1", "--batch=2", "--chunk=128", "--prompts=2", "--prompt_tokens=24",
         "--max_new_tokens=12", f"--plot={out / 'needle.png'}", "--json",
     )  # fmt: skip
@@ -63,6 +64,7 @@ def test_all_parts(capsys, tmp_path, library):
     assert cold["new_tokens"] == 24 and 1 <= cold["acceptance_length"] <= 6
     card = (out / "model_card.md").read_text()
     assert card.startswith("# Model card: tiny") and "    train it\n" in card and "| seed | 17 |" in card
+    assert "| last step.tokens | 128 |" in card and "| last step.loss | 2.5 |" in card and "held out.loss" not in card
     assert "![accuracy by length and depth](needle.png)" in card and "python -m launch.evaluate --set=" in card
 
 
@@ -153,8 +155,9 @@ def test_parts_by_default(monkeypatch, tmp_path, library, measured, flags, draft
         (["--lengths="], "--lengths: expected"),
         (["--parts=acceptance", "--prompt_tokens=500"], "500 tokens and 128 new ones exceed"),
         ([*NO_DRAFTER, "--parts=acceptance"], "the model has no drafter"),
-        (["--parts=perplexity", "--record=absent.json"], "--record: absent.json: not a readable JSON file"),
-        (["--parts=perplexity", "--record=list.json"], "--record: list.json: expected a JSON object, got list"),
+        (["--parts=perplexity", "--run=absent"], "--run: absent/run.json: not a readable JSON file"),
+        (["--parts=perplexity", "--run=lists"], "--run: lists/run.json: expected a JSON object, got list"),
+        (["--parts=perplexity", "--run=empty"], "empty/curves.csv: no rows of a training run"),
         (["--parts=perplexity", "--corpus=absent"], "absent: no such file of a corpus"),
         (["--parts=perplexity", "--plot=x.png"], "--plot: shows the parts needle and acceptance"),
     ],
@@ -162,13 +165,16 @@ def test_parts_by_default(monkeypatch, tmp_path, library, measured, flags, draft
 def test_bad_input(capsys, monkeypatch, tmp_path, arguments, message):
     """Found before the model is loaded; nothing is left behind."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "list.json").write_text("[]")
+    for name, text in (("lists", "[]"), ("empty", "{}")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(text)
+    (tmp_path / "empty" / "curves.csv").write_text("step,tokens,loss\n")
     monkeypatch.setattr("dsv41.load", lambda *_, **__: pytest.fail("loaded"))
     assert start(*MODEL, "--out=out", "--lengths=300", *arguments) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     assert err.startswith("evaluate: ") and message in err
-    assert os.listdir(tmp_path) == ["list.json"]
+    assert sorted(os.listdir(tmp_path)) == ["empty", "lists"]
 
 
 def test_out_is_required(capsys):
