@@ -2,6 +2,7 @@
 
 import importlib
 import io
+import math
 import pathlib
 from typing import Any
 
@@ -64,9 +65,10 @@ def plot_curves(csv: str | pathlib.Path, png: str | pathlib.Path) -> None:
       DSV41Error: matplotlib is not installed, the CSV file has no rows, or the PNG file cannot be written.
     """
     # Here, so that a script that measures decoding does not load the optimiser.
-    from dsv41.train.curves import draw_curves, read_curves
+    from dsv41.train.curves import ACROSS, draw_curves, panels, read_curves
 
-    figure, columns = _figure("curves", "train", figsize=(12, 6)), read_curves(csv)
+    figure, columns = _figure("curves", "train"), read_curves(csv)
+    figure.set_size_inches(12, 3 * math.ceil(len(panels(columns)) / ACROSS))
     draw_curves(figure, columns)
     _save(figure, png)
 

@@ -32,7 +32,12 @@ _PANELS = (
     ("index recall", ("recall",)),
     ("expert load imbalance", ("imbalance", "violation")),
     ("tokens a second", ("per_second", "per_s")),
+    ("drafts accepted at temperature 1", ("accept_",)),
+    ("drafts that are the target's best", ("agree_",)),
+    ("tokens a round", ("expected_tokens", "agreed_tokens")),
+    ("confidence less acceptance", ("confidence_",)),
 )
+ACROSS = 3  # panels of a row
 
 
 class Curves:
@@ -221,7 +226,7 @@ def panels(columns: Mapping[str, Any]) -> dict[str, list[str]]:
 def draw_curves(figure: Any, columns: Mapping[str, np.ndarray]) -> None:
     """Draws metrics over tokens, panel by panel, into an empty `matplotlib.figure.Figure`."""
     drawn = panels(columns)
-    across = min(3, len(drawn))
+    across = min(ACROSS, len(drawn))
     axes = figure.subplots(math.ceil(len(drawn) / across), across, squeeze=False).flatten()
     for axis, (title, names) in zip(axes, drawn.items()):
         for name in names:

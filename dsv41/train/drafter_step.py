@@ -188,8 +188,8 @@ def make_alongside_step(
     """A function to be compiled, with its first argument donated, that trains backbone and drafter in one pass.
 
     It takes (state, pack, rope, (learning rate of the backbone, of the drafter)), and returns the next state and
-    metrics: the drafter's as of `make_drafter_step`, and lm_loss, indexer_loss, balance_loss, backbone_grad_norm and
-    backbone_finite. Its state has the masters of both in one tree, and the states of both optimisers as a pair. Each
+    metrics: the drafter's as of `make_drafter_step` with finite for both, and lm_loss, indexer_loss, balance_loss,
+    backbone_grad_norm. Its state has the masters of both in one tree, and the states of both optimisers as a pair. Each
     has a limit of its gradient of its own, so that the backbone goes the way it would go alone.
 
     Args:
@@ -219,7 +219,7 @@ def make_alongside_step(
         )  # fmt: skip
         metrics = drafter_metrics(outcome.sums, options) | drafted | {"imbalance": imbalance(_text(outcome.loads))}
         metrics |= {name: aux[name] for name in ("lm_loss", "indexer_loss", "balance_loss")}
-        metrics |= {f"backbone_{name}": x for name, x in applied.items()}
+        metrics |= {"backbone_grad_norm": applied["grad_norm"], "finite": applied["finite"] * drafted["finite"]}
         return TrainState(first.masters | second.masters, (first.optimizer, second.optimizer), key), metrics
 
     return step

@@ -108,7 +108,7 @@ def test_what_was_trained_is_exported_and_trained_on(inputs, whole, tmp_path):
         assert np.abs(np.asarray(x) - np.asarray(y)).max() <= np.abs(x).max() / 4 + 1e-6, path
     bias = masters["mtp"][0]["ffn"]["gate"]["bias"]
     assert np.asarray(bias).any()
-    assert start(tmp_path, tmp_path / "tuned", "--from=released", f"--text={inputs / 'text.jsonl'}", "--steps=1") == 0
+    assert start(inputs, tmp_path / "tuned", "--from=released", "--steps=1", checkpoint=out) == 0
     tuned, _ = saved_masters(tmp_path / "tuned", masters)
     assert np.array_equal(tuned["mtp"][0]["ffn"]["gate"]["bias"], bias)
     assert not np.array_equal(tuned["mtp"][0]["attn"]["wkv"]["weight"], stored["mtp"][0]["attn"]["wkv"]["weight"])
@@ -124,8 +124,7 @@ def test_alongside(inputs, tmp_path):
     before = initial_masters(mini_config())["layers"][1]["attn"]["wkv"]["weight"]
     assert not np.array_equal(names["masters.layers.1.attn.wkv.weight"], before)
     assert np.isfinite(read_curves(out / "curves.csv")["lm_loss"]).all()
-    again = start(inputs, tmp_path / "again", f"--checkpoint={out}", "--from=released", "--steps=1")
-    assert again == 0
+    assert start(inputs, tmp_path / "again", "--from=released", "--steps=1", checkpoint=out) == 0
     tuned = arrays(tmp_path / "again", 1)
     assert not np.array_equal(tuned["masters.mtp.0.attn.wkv.weight"], names["masters.mtp.0.attn.wkv.weight"])
 

@@ -140,7 +140,6 @@ def test_behind_a_frozen_backbone():
         assert metrics["finite"] == 1
     after = evaluate(state.masters, masters, pack, rope, jax.random.key(5))
     lengths = [float(drafter_metrics(x.sums, OPTIONS)["expected_tokens"]) for x in (before, after)]
-    print(losses, lengths, metrics)
     assert losses[-1] < 0.6 * losses[0] and lengths[1] > lengths[0] + 0.5
     assert before.confidence.shape == before.valid.shape == (1, OPTIONS.anchors, 5)
 
@@ -171,7 +170,7 @@ def test_alongside_the_backbone_learns_as_it_would_alone():
     step = jax.jit(make_alongside_step(config, optimizers, OPTIONS, backbone=BACKBONE))
     states = optimizers[0].init(masters), optimizers[1].init(drafter)
     state, metrics = step(TrainState(masters | drafter, states, key), pack, rope, (RATE, RATE))
-    assert metrics["finite"] == metrics["backbone_finite"] == 1
+    assert metrics["finite"] == 1
     moved = jax.tree.map(lambda a, b: bool((a != b).any()), state.masters, masters | drafter)
     for path, changed in jax.tree_util.tree_flatten_with_path(moved)[0]:
         name = jax.tree_util.keystr(path)
