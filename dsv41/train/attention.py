@@ -28,6 +28,7 @@ from pallas_kernels.tiling import query_tile
 _NEVER = -1e30
 # Bytes that a tile of queries may make.
 _TILE_BYTES = 1 << 30
+_SHORTEST_TILE = 256  # queries, of a row that is longer
 
 
 @jax.tree_util.register_dataclass
@@ -208,9 +209,9 @@ def core_attention(
     """
     b, t, n, h = q.shape
     k = 0 if selected is None else selected.shape[2]
-    # Not longer than the window, or most of the band would be masked.
-    most = min(t, 1 << (max(width, 16) - 1).bit_length())
-    tile = query_tile(most, b * (n * (2 * width + k) * 8 + k * h * 6), _TILE_BYTES)
+    # A tile much longer than the window masks most of its band; a short one leaves a GPU with launches and little work.
+    most = min(t, 1 << (max(width, _SHORTEST_TILE) - 1).bit_length())
+    tile = query_tile(most, b * (n * (most + width + k) * 8 + k * h * 6), _TILE_BYTES)
     tiles = -(-t // tile)
 
     def cut(x: jax.Array) -> jax.Array:

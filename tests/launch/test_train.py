@@ -1,0 +1,47 @@
+"""launch.train: what it refuses before it works for long. test_train_resume.py has whole runs."""
+
+import json
+import re
+
+import pytest
+
+from launch import train
+from launch.cli import BAD_INPUT, run
+from tests.checkpoint_files import TINY
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--out is required"),
+        (["--out={tmp}/run", "--config={tiny}/config.json"], "--config needs --tokenizer"),
+        (["--out={tmp}/run", "--tokenizer=x.json"], "--tokenizer goes with --config"),
+        (["--out={tmp}/run", "--rows=3", "--micro_batches=2"], "a multiple of 2 micro-batches x 1 devices"),
+        (["--out={tmp}/run", "--corpus=x", "--packages"], "give it without --text and --packages"),
+        (["--out={tmp}/run", "--corpus={tmp}/x"], "x: no such file of a corpus"),
+        (["--out={tmp}/run", "--text={tmp}/*.none"], "*.none: matches no file"),
+        (["--out={tmp}/run", '--optimizer={"momentum": 2}'], "momentum: expected at least 0 and below 1"),
+        (["--out={tmp}/run", "--optimizer=[1]"], "--optimizer: expected a JSON object"),
+        (["--out={tmp}/run", '--optimizer={"speed": 2}'], "--optimizer: expected a JSON object of fields"),
+        (["--out={tmp}/run", "--text={tmp}/a.jsonl"], "a.jsonl, line 2: expected an object with a string 'text'"),
+        (["--out={tmp}/run", "--text={tmp}/b.txt", "--needles=0.1", "--length=128"], "too short for them"),
+        (["--out={tmp}/b.txt/run"], "--out: cannot make the directory"),
+        (["--out={tmp}/run", "--peak=0"], "peak: expected a positive number"),
+    ],
+)
+def test_bad_input(arguments, message, tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x = 1"}) + "\n{}\n")
+    for name in "bcdefghijk":
+        (tmp_path / f"{name}.txt").write_text("x = 1\n" * 50)
+    filled = [a.replace("{tmp}", str(tmp_path)).replace("{tiny}", str(TINY)) for a in arguments]
+    if any("b.txt" in a and "--text" in a for a in filled):
+        filled[[i for i, a in enumerate(filled) if "--text" in a][0]] = f"--text={tmp_path}/*.txt"
+    assert run(train.main, train.FLAGS, ["train", *filled]) == BAD_INPUT
+    assert message in capsys.readouterr().err
+
+
+def test_help_names_every_flag_once(capsys):
+    assert run(train.main, train.FLAGS, ["train", "--help"]) == 0
+    text = capsys.readouterr().out
+    for name in ("out", "corpus", "text", "packages", "qat", "explored", "minutes", "save_every", "optimizer"):
+        assert len(re.findall(rf"^  --(\[no\])?{name}:", text, re.MULTILINE)) == 1, name
