@@ -126,7 +126,8 @@ def _needle(model: Model, corpus: Corpus, progress: Progress) -> dict[str, Any]:
         chunk=_CHUNK.value,
         progress=progress,
     )
-    return found.describe() | {"window": model.config.text_config.sliding_window}
+    text = model.config.text_config
+    return found.describe() | {"window": text.sliding_window, "reach": text.num_hidden_layers * text.sliding_window}
 
 
 def _acceptance(model: Model, corpus: Corpus, progress: Progress) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ FILE = {"name": "a|b.py", "bytes": 9000, "tokens": 2500, "loss": 1.2345, "perple
 MEASURED = {
     "perplexity": {"context": 4096, "held_out": 29, "all": FILE | {"name": "all", "tokens": 25000}, "files": [FILE]},
     "needle": {
-        "lengths": [256, 4000], "depths": [0.0, 0.8], "answers": 8, "window": 64, "by_length": [1.0, 0.625],
+        "lengths": [256, 4000], "depths": [0.0, 0.8], "answers": 8, "window": 64, "reach": 512, "by_length": [1.0, 0.625],
         "accuracy": [[1.0, 1.0], [0.25, 1.0]],
     },
     "acceptance": [
@@ -61,6 +61,7 @@ def test_all_of_it():
     ):
         assert line in card.splitlines(), line
     assert "perplexity **3.44**" in card and "25,000 tokens of 1 of 29 files" in card
+    assert "Windows of 64 tokens reach back 512 through all layers" in card
     assert card.count("of 16 texts") == 1 and "At temperature 0, 15 of 16 texts" in card
     rows = [line.replace("\\|", "").count("|") for line in card.splitlines() if line.startswith("|")]
     assert set(rows) == {3, 5, 6, 8}
