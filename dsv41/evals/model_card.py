@@ -72,8 +72,8 @@ def _needle(found: Mapping[str, Any] | None, picture: str | None) -> Iterator[st
     yield (
         f"Facts that cannot be guessed stand once in held-out code and are asked for at its end, {found['answers']} "
         "of them for each length. An answer counts if all of its tokens are what decoding at temperature 0 gives. "
-        f"Depth 0 is the beginning of the text. Windows of {found['window']} tokens reach back {found['reach']} through "
-        "all layers; what is further back is known from selected compressed entries only."
+        f"Depth 0 is the beginning of the text. Windows of {found['window']} tokens reach back {found['reach']} "
+        "through all layers; what is further back is known from selected compressed entries only."
     )
     if picture:
         yield f"![accuracy by length and depth]({picture})"

@@ -1,6 +1,6 @@
 """Documents in which facts are stated once and asked for at the end, among code of a corpus.
 
-What is asked for cannot be guessed. Where it lies further back than the windows of all layers reach, only the compressed
+What is asked for cannot be guessed. Where it lies further back than the windows of all layers reach, only compressed
 entries that the indexer selects can tell it. Mixed into training they teach recall; of held-out text they measure it.
 """
 

@@ -12,8 +12,8 @@ FILE = {"name": "a|b.py", "bytes": 9000, "tokens": 2500, "loss": 1.2345, "perple
 MEASURED = {
     "perplexity": {"context": 4096, "held_out": 29, "all": FILE | {"name": "all", "tokens": 25000}, "files": [FILE]},
     "needle": {
-        "lengths": [256, 4000], "depths": [0.0, 0.8], "answers": 8, "window": 64, "reach": 512, "by_length": [1.0, 0.625],
-        "accuracy": [[1.0, 1.0], [0.25, 1.0]],
+        "lengths": [256, 4000], "depths": [0.0, 0.8], "answers": 8, "window": 64, "reach": 512,
+        "by_length": [1.0, 0.625], "accuracy": [[1.0, 1.0], [0.25, 1.0]],
     },
     "acceptance": [
         {
