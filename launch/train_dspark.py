@@ -10,8 +10,8 @@ drafter reads of the backbone is computed in every step; nothing is learnt throu
 are drawn, and the drafter learns to propose what the backbone would say next at each of their positions.
 
 --from says where the drafter begins: scratch, or released, as the checkpoint has it; its routing biases then stay as
-they are. With --alongside the backbone is trained in the same pass, as launch.train does it; the drafter's loss does
-not reach it.
+they are. A checkpoint that was exported without a drafter needs --stages. With --alongside the backbone is trained in
+the same pass, as launch.train does it; the drafter's loss does not reach it.
 
 --out becomes the directory of the run: config.json, tokenizer.json, run.json (what it is), curves.csv, held_out.csv,
 curves.png where matplotlib is installed, and checkpoints/. The same command continues a run that was stopped or killed;
@@ -87,6 +87,10 @@ _STEP = flags.DEFINE_integer(
     "checkpoint_step", None, "Of a directory of launch.train: which checkpoint; by default the last.", flag_values=FLAGS
 )
 _FROM = flags.DEFINE_enum("from", _SCRATCH, [_SCRATCH, _RELEASED], "Where the drafter begins.", flag_values=FLAGS)
+_STAGES = flags.DEFINE_integer(
+    "stages", None, "Stages of a drafter from scratch; by default as many as the config says.", lower_bound=1,
+    flag_values=FLAGS,
+)  # fmt: skip
 _ANCHORS = flags.DEFINE_integer("anchors", 256, "Blocks of a row.", lower_bound=1, flag_values=FLAGS)
 _DECAY = flags.DEFINE_float(
     "decay", 4.0, "Draft k, from 0 on, weighs exp(-k / decay) in the losses.", lower_bound=1e-3, flag_values=FLAGS
@@ -122,9 +126,8 @@ class _Trained(NamedTuple):
 
 def main() -> None:
     folder = _RUN.folder()
-    config, schedule = _MODEL.config(), _RUN.schedule()
-    options = _check(config)
-    config = dataclasses.replace(config, vision_config=None)
+    config, schedule = _config(), _RUN.schedule()
+    options = _check()
     tokenizer, token_map = _tokenizer(config)
     _MODEL.start_device()
     corpus = _TEXT.corpus()
@@ -155,13 +158,22 @@ def main() -> None:
         _fit_temperatures(folder, held_out, *trained.masters(state))
 
 
-def _check(config: ModelConfig) -> DrafterOptions:
-    """Finds out what the config and the flags alone decide."""
-    if not config.text_config.num_nextn_predict_layers:
-        raise DSV41Error(
-            f"{_MODEL.checkpoint}: the config says that there is no drafter: give its fields, such as "
-            "--set=text_config.num_nextn_predict_layers=3, and a compress_ratio 0 for each stage"
-        )
+def _config() -> ModelConfig:
+    """The checkpoint's, without its vision tower and with the stages that the flag says."""
+    config = dataclasses.replace(_MODEL.config(), vision_config=None)
+    text, stages = config.text_config, _STAGES.value
+    if stages is not None:
+        if _FROM.value == _RELEASED:
+            raise DSV41Error("--stages: the checkpoint says how many stages there are with --from=released")
+        ratios = (*text.compress_ratios[: text.num_hidden_layers], *[0] * stages)
+        text = dataclasses.replace(text, num_nextn_predict_layers=stages, compress_ratios=ratios)
+    if not text.num_nextn_predict_layers:
+        raise DSV41Error(f"{_MODEL.checkpoint}: the config says that there is no drafter; give --stages")
+    return dataclasses.replace(config, text_config=text)
+
+
+def _check() -> DrafterOptions:
+    """Finds out what the flags alone decide."""
     if _STEP.value is not None and not _is_run():
         raise DSV41Error(f"--checkpoint_step: {_MODEL.checkpoint} is no directory of launch.train")
     if not _BACKBONE_PEAK.value > 0:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import dsv41
-from dsv41.config import config_to_dict, load_config, with_overrides
+from dsv41.config import config_to_dict
 from dsv41.engine import load_temperatures
 from dsv41.train.checkpoints import Checkpoints
 from dsv41.train.curves import read_curves
@@ -137,6 +137,8 @@ def test_alongside(inputs, tmp_path):
         (["--backbone_peak=0"], "--backbone_peak: expected a positive number"),
         (["--checkpoint_step=3"], "is no directory of launch.train"),
         (["--from=elsewhere"], "from"),
+        (["--from=released", "--stages=1"], "--stages: the checkpoint says"),
+        (["--stages=0"], "stages"),
         (["--rows=0"], "rows"),
         (["--text=absent*.py"], "absent*.py"),
     ],
@@ -149,12 +151,14 @@ def test_bad_input(inputs, tmp_path, capsys, monkeypatch, more, message):
     assert out == "" and message in err.splitlines()[-1]
 
 
-def test_a_model_without_drafter_needs_its_fields(inputs, tmp_path, capsys):
+def test_a_model_without_drafter_needs_to_be_told_its_stages(inputs, tmp_path, capsys, monkeypatch):
     assert start(inputs, tmp_path / "run", checkpoint="bare") == BAD_INPUT
-    assert "num_nextn_predict_layers" in capsys.readouterr().err
-    fields = {"text_config.num_nextn_predict_layers": "1", "text_config.compress_ratios": "[0, 0, 0]"}
-    config = with_overrides(load_config(inputs / "bare"), fields)
-    assert config_to_dict(config) == config_to_dict(mini_config())
+    assert capsys.readouterr().err.endswith("the config says that there is no drafter; give --stages\n")
+    found = []
+    monkeypatch.setattr(train_dspark, "_masters", found.append)
+    with pytest.raises(TypeError):  # nothing to unpack
+        start(inputs, tmp_path / "run", "--stages=1", checkpoint="bare")
+    assert config_to_dict(found[0]) == config_to_dict(mini_config())
 
 
 def test_out_is_required(capsys):
