@@ -22,7 +22,7 @@ a run with other flags is refused. Its columns:
   expected_tokens, agreed_tokens    tokens a round, with the target's own, by these
   confidence_error, _bias, _cumulative_bias   of what the drafter says of its acceptance
 
-All of them are measured with the true tokens before each draft; launch.evaluate measures generation. At the end
+All of them are measured with the true tokens before each draft; launch.evaluate measures generation. Then
 confidence_temperatures.json is fitted on held-out text, with acceptance drawn by its probability, for schedules of
 launch.generate; launch.calibrate_confidence fits them on generated text, which is better where there is time.
 """
@@ -154,8 +154,8 @@ def main() -> None:
     write_file(folder / "tokenizer.json", tokenizer_json(tokenizer))
     write_record(folder, config, identity, {"corpus": corpus.describe(), "options": dataclasses.asdict(options)})
     state, at = train_and_report(folder, parts, state, begin, _RUN.loop(), verbose=FLAGS.verbose)
-    if at.step >= schedule.steps and held_out.count:
-        _fit_temperatures(folder, held_out, *trained.masters(state))
+    if at.step and held_out.count:
+        _fit_temperatures(folder, held_out.last or held_out.outcomes(*trained.masters(state)))
 
 
 def _config() -> ModelConfig:
@@ -251,6 +251,7 @@ class _HeldOut:
 
     def __init__(self, config: ModelConfig, corpus, tokenizer: Tokenizer, token_map, rope, options: DrafterOptions):
         self.count, self._options, self._rope, self._token_map = 0, options, rope, token_map
+        self.last: list[Outcome] = []  # of the latest evaluation
         if not FLAGS.evaluate_rows or not corpus.held_out:
             return
         self._source = held_out_rows(corpus, tokenizer, config, FLAGS.length)
@@ -266,10 +267,11 @@ class _HeldOut:
 
     def outcomes(self, drafter: Params, backbone: Params) -> list[Outcome]:
         """Of each batch, on the host."""
-        return [
+        self.last = [
             jax.device_get(self._evaluate(drafter, backbone, pack, self._rope, jax.random.key(i)))
             for i, pack in enumerate(self._packs())
         ]
+        return self.last
 
     def numbers(self, drafter: Params, backbone: Params) -> dict[str, float]:
         """Over all batches."""
@@ -277,9 +279,8 @@ class _HeldOut:
         return {name: float(x) for name, x in drafter_metrics(sums, self._options).items()}
 
 
-def _fit_temperatures(folder: pathlib.Path, held_out: _HeldOut, drafter: Params, backbone: Params) -> None:
+def _fit_temperatures(folder: pathlib.Path, outcomes: list[Outcome]) -> None:
     """Draws by each draft's probability whether it is accepted, and fits what the confidences are divided by."""
-    outcomes = held_out.outcomes(drafter, backbone)
     block = outcomes[0].valid.shape[-1]
     whole = np.concatenate([x.valid.all(axis=-1).reshape(-1) for x in outcomes])
     confidence, accepted = (

@@ -82,7 +82,6 @@ def test_a_run_leaves_what_it_says(inputs, whole):
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(inputs, whole, tmp_path, capsys):
     assert start(inputs, tmp_path / "run", "--steps=3") == 0
     assert "stopped; the same command goes on" in capsys.readouterr().out
-    assert not (tmp_path / "run" / "confidence_temperatures.json").exists()
     assert start(inputs, tmp_path / "run") == 0
     assert "goes on behind step 3" in capsys.readouterr().err
     found, expected = arrays(tmp_path / "run", 4), arrays(whole, 4)
