@@ -43,6 +43,7 @@ def saved_masters(run: str | pathlib.Path, like: Params, step: int | None = None
                 raise DSV41Error(
                     f"{checkpoints.folder / str(step)}: {name}: expected {list(wanted.shape)}, found {shape}"
                 )
-            return jnp.asarray(checkpoints.read(found))
+            # A copy, which a step may be given for good; a view of numpy's memory may not.
+            return jnp.array(checkpoints.read(found))
 
         return jax.tree_util.tree_map_with_path(read, like), step
