@@ -1,9 +1,13 @@
-"""Writes safetensors files for tests: well formed, malformed, sparse, and tiny_text dequantised to BF16."""
+"""Writes safetensors files for tests: well formed, malformed, sparse, tiny_text with few layers or dequantised."""
 
+import atexit
+import functools
 import json
 import math
 import pathlib
+import re
 import shutil
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +18,12 @@ from dsv41.checkpoint import CheckpointReader, open_checkpoint
 
 DATA = pathlib.Path(__file__).parent / "data"
 TINY = DATA / "tiny_text"
+
+# Of the tiny model, by what they are there: with Engram; full at ratio 2; full at ratio 1, with the candidate pool.
+_FEW_LAYERS = {
+    2: ([1, 6], {"compress_ratios": [0, 1], "kv_source_layer_ids": [1], "index_source_layer_ids": [1]}),
+    3: ([1, 2, 6], {"compress_ratios": [0, 2, 1], "kv_source_layer_ids": [1, 2], "index_source_layer_ids": [1, 2]}),
+}
 
 _BITS = {"F4": 4, "BF16": 16, "F16": 16, "I16": 16, "U16": 16, "F32": 32, "I32": 32, "U32": 32}
 _BITS |= {"F64": 64, "I64": 64, "U64": 64}  # the others take a byte
@@ -70,6 +80,40 @@ def stored_tensors(directory: pathlib.Path = TINY) -> dict[str, tuple[str, np.nd
     """All tensors of a checkpoint in the form `write_safetensors` takes."""
     reader = open_checkpoint(directory)
     return {name: (reader.info(name).dtype, reader.read(name)) for name in reader.names}
+
+
+def few_layers(directory: pathlib.Path, number: int) -> pathlib.Path:
+    """A checkpoint of some layers of the tiny model, without drafter: it compiles in a fraction of the time."""
+    layers, changes = _FEW_LAYERS[number]
+    config = json.loads((TINY / "config.json").read_text())
+    config["text_config"] |= changes | {
+        "num_hidden_layers": number,
+        "candidate_source_layer_id": number - 1,
+        "engram_layer_ids": [0],
+        "engram_num_embeddings": [834],
+        "num_nextn_predict_layers": 0,
+        "dspark_target_layer_ids": [],
+    }
+    tensors = {}
+    for name, tensor in stored_tensors().items():
+        match = re.fullmatch(r"layers\.(\d+)\.(.*)", name)
+        if match is None and not name.startswith("mtp."):
+            tensors[name] = tensor
+        elif match is not None and int(match[1]) in layers:
+            tensors[f"layers.{layers.index(int(match[1]))}.{match[2]}"] = tensor
+    directory.mkdir()
+    write_safetensors(directory / "model.safetensors", tensors)
+    (directory / "config.json").write_text(json.dumps(config))
+    shutil.copy(TINY / "tokenizer.json", directory)
+    return directory
+
+
+@functools.cache
+def three_layers() -> pathlib.Path:
+    """`few_layers` of three, written once a process, for the tests of scripts that look at no golden number."""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    return few_layers(pathlib.Path(folder.name) / "few_layers", 3)
 
 
 def _to_bf16(values: np.ndarray) -> np.ndarray:

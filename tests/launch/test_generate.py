@@ -12,21 +12,26 @@ import pytest
 from dsv41.checkpoint.token_map import load_tokenizer
 from launch import generate
 from launch.cli import run
+from tests.checkpoint_files import three_layers
 from tests.golden import DATA
 
 ROOT = pathlib.Path(__file__).parents[2]
 TINY = f"--checkpoint={DATA / 'tiny_text'}"
-# The config of the shared model, and prompts of up to 8 tokens: every test runs the same two programs.
-MODEL = (TINY, "--set=text_config.max_position_embeddings=4096")
+LONG = "--set=text_config.max_position_embeddings=4096"
 
 
 def start(*arguments):
     return run(generate.main, generate.FLAGS, ["launch/generate.py", *arguments])
 
 
+def model():
+    """Three layers. Prompts have up to 8 tokens: every test runs the same two programs."""
+    return f"--checkpoint={three_layers()}", LONG
+
+
 def report(capsys, *arguments):
     """The JSON object that a run prints, which must be all that it prints."""
-    assert start(*MODEL, "--json", *arguments) == 0
+    assert start(*model(), "--json", *arguments) == 0
     out, err = capsys.readouterr()
     assert out.count("\n") == 1 and err == ""
     return json.loads(out)
@@ -80,14 +85,14 @@ def test_text(capsys):
     """The text alone on stdout, the figures on stderr."""
     arguments = ("--prompt=ate the", "--max_new_tokens=5")
     text = report(capsys, *arguments)["text"]
-    assert start(*MODEL, *arguments) == 0
+    assert start(*model(), *arguments) == 0
     out, err = capsys.readouterr()
     assert out == text + "\n"
-    assert err.count("\n") == 1 and "tokens/s" in err and "144 bytes a token" in err
+    assert err.count("\n") == 1 and "tokens/s" in err and "108 bytes a token" in err
 
 
 def test_progress_if_verbose(capfd):
-    assert start(*MODEL, "--prompt_ids=0", "--max_new_tokens=1", "--json", "--verbose") == 0
+    assert start(*model(), "--prompt_ids=0", "--max_new_tokens=1", "--json", "--verbose") == 0
     out, err = capfd.readouterr()
     assert json.loads(out)["prompt_tokens"] == 1
     assert "loading" in err and "prefill" in err and "1/1" in err
@@ -151,15 +156,15 @@ def test_bad_input(capsys, monkeypatch, tmp_path, arguments, message):
 def test_speculation(capsys):
     """The same tokens, and what the rounds came to."""
     arguments = ("--prompt_ids=0,17,42", "--max_new_tokens=9", "--stop_ids=")
-    plain = report(capsys, *arguments)
-    found = report(capsys, *arguments, "--speculate=on")
+    plain = report(capsys, TINY, *arguments)
+    found = report(capsys, TINY, *arguments, "--speculate=on")
     assert found["token_ids"] == plain["token_ids"]
     timings = found["timings"]
     rounds = 8 / timings["tokens_per_forward"]
     assert rounds == pytest.approx(round(rounds)) and 2 <= rounds <= 8
     assert 1 <= timings["acceptance_length"] <= 6 and 0 < timings["mean_verified_length"] <= 5
     assert plain["timings"]["acceptance_length"] is None and plain["timings"]["tokens_per_forward"] == 1
-    assert start(*MODEL, *arguments, "--speculate=on") == 0
+    assert start(TINY, LONG, *arguments, "--speculate=on") == 0
     assert "acceptance length" in capsys.readouterr().err
 
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 
 import numpy as np
 import pytest
@@ -11,42 +10,11 @@ from safetensors.numpy import load_file, save_file
 
 from launch import generate, score
 from launch.cli import run
-from tests.checkpoint_files import TINY, stored_tensors, write_safetensors
+from tests.checkpoint_files import TINY, few_layers
 from tests.golden import expected
 from tests.sharding.jobs import Job
 
-# Of the tiny model, by what they are there: with Engram; full at ratio 2; full at ratio 1, with the candidate pool.
-_FEW_LAYERS = {
-    2: ([1, 6], {"compress_ratios": [0, 1], "kv_source_layer_ids": [1], "index_source_layer_ids": [1]}),
-    3: ([1, 2, 6], {"compress_ratios": [0, 2, 1], "kv_source_layer_ids": [1, 2], "index_source_layer_ids": [1, 2]}),
-}
 _PATIENCE_S = 1200  # two processes that compile, on a machine that does other things too
-
-
-def few_layers(directory, number):
-    """A checkpoint of some layers of the tiny model, without drafter: it compiles in a fraction of the time."""
-    layers, changes = _FEW_LAYERS[number]
-    config = json.loads((TINY / "config.json").read_text())
-    config["text_config"] |= changes | {
-        "num_hidden_layers": number,
-        "candidate_source_layer_id": number - 1,
-        "engram_layer_ids": [0],
-        "engram_num_embeddings": [834],
-        "num_nextn_predict_layers": 0,
-        "dspark_target_layer_ids": [],
-    }
-    tensors = {}
-    for name, tensor in stored_tensors().items():
-        match = re.fullmatch(r"layers\.(\d+)\.(.*)", name)
-        if match is None and not name.startswith("mtp."):
-            tensors[name] = tensor
-        elif match is not None and int(match[1]) in layers:
-            tensors[f"layers.{layers.index(int(match[1]))}.{match[2]}"] = tensor
-    directory.mkdir()
-    write_safetensors(directory / "model.safetensors", tensors)
-    (directory / "config.json").write_text(json.dumps(config))
-    shutil.copy(TINY / "tokenizer.json", directory)
-    return directory
 
 
 def start(tmp_path, script, *arguments, devices=2, own=((), ())):
