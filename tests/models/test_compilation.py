@@ -9,7 +9,7 @@ import pytest
 
 from dsv41.models import batch_bucket, token_bucket
 from dsv41.models.sharded import compiled_forward
-from tests.models_for_tests import tiny_model
+from tests.models_for_tests import small_model
 
 MAX_TOKENS = 512
 
@@ -21,7 +21,7 @@ def test_buckets():
 
 def test_no_recompilation_while_a_sequence_grows():
     """Prefill of 60, then decode over a page border at 256 tokens: one program a bucket, however long the sequence."""
-    model, ids = tiny_model(), np.random.default_rng(0).integers(3, 500, (2, 264))
+    model, ids = small_model(), np.random.default_rng(0).integers(3, 500, (2, 264))
     cache = model.init_cache(2, MAX_TOKENS, draft_tokens=5)
     compiled_forward().clear_cache()
     done = 0
@@ -35,7 +35,7 @@ def test_no_recompilation_while_a_sequence_grows():
 
 def _temporary_bytes(max_tokens: int, tokens: int) -> int:
     """Temporary memory of a compiled step for a pool of 8 pages, whatever a sequence may grow to."""
-    model = tiny_model()
+    model = small_model()
     limits = dataclasses.replace(model.config.text_config, max_position_embeddings=1 << 20)
     model = dataclasses.replace(model, config=dataclasses.replace(model.config, text_config=limits))
     batch = jax.tree.map(jnp.asarray, model.make_batch([[5] * tokens]))
