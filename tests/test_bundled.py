@@ -1,11 +1,20 @@
-"""The bundled model is the golden one, byte for byte."""
+"""The bundled tiny model is the golden one, byte for byte; the nano model is what its config says, and knows Python."""
 
+import dataclasses
 import filecmp
 import pathlib
 
+import numpy as np
 import pytest
 
-from dsv41.data import TINY_MODEL
+import dsv41
+from dsv41.checkpoint import open_checkpoint
+from dsv41.checkpoint.token_map import load_tokenizer
+from dsv41.config import load_config
+from dsv41.data import NANO_MODEL, TINY_MODEL
+from dsv41.evals import score_tokens
+from dsv41.train.export import exported_config
+from dsv41.train.tokenizer import encode_text, tokenizer_json
 from tests.golden import DATA
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -23,3 +32,38 @@ def test_nothing_else_is_bundled():
 
 def test_tiny_config_is_the_bundled_one():
     assert filecmp.cmp(ROOT / "configs" / "tiny.json", TINY_MODEL / "config.json", shallow=False)
+
+
+def test_the_nano_model_is_that_of_its_config():
+    config, tokenizer = load_config(NANO_MODEL), load_tokenizer(ROOT / "configs" / "nano_tokenizer.json")
+    expected = load_config(ROOT / "configs" / "nano.json")
+    drafter = bool(config.text_config.num_nextn_predict_layers)
+    assert dataclasses.asdict(config) == dataclasses.asdict(exported_config(expected, drafter=drafter, vision=False))
+    assert tokenizer_json(load_tokenizer(NANO_MODEL)) == tokenizer_json(tokenizer)
+    assert "embed.weight" in open_checkpoint(NANO_MODEL)
+    assert sum(p.stat().st_size for p in NANO_MODEL.iterdir()) < 20e6
+
+
+_CODE = """
+class Stack:
+    def __init__(self):
+        self.items = []
+
+    def push(self, item):
+        self.items.append(item)
+
+    def pop(self):
+        if not self.items:
+            raise IndexError("pop from an empty stack")
+        return self.items.pop()
+"""
+
+
+@pytest.mark.slow
+def test_the_nano_model_knows_python():
+    model = dsv41.load(NANO_MODEL)
+    ids = np.asarray([0, *encode_text(load_tokenizer(NANO_MODEL), _CODE)])
+    shuffled = np.random.default_rng(0).permutation(ids)
+    rows = np.stack([ids, shuffled])
+    losses = -np.concatenate([piece.logprobs for piece in score_tokens(model, rows)], axis=1).mean(axis=1)
+    assert losses[0] < 2.5 < 5 < losses[1]
