@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from dsv41.layers import Attention
 from dsv41.ops import compressor as compression
@@ -29,6 +30,8 @@ _NEVER = -1e30
 # Bytes that a tile of queries may make.
 _TILE_BYTES = 1 << 30
 _SHORTEST_TILE = 256  # queries, of a row that is longer
+# Name of selections for policies of rematerialisation: to sort scores again costs more than to keep the best.
+SELECTED = "selected"
 
 
 @jax.tree_util.register_dataclass
@@ -179,6 +182,7 @@ def _select(attn: Attention, query, pack: PackedBatch, shared: Shared, key, opti
     if options.explored:
         selected = explore(jax.random.fold_in(key, spec.index), selected, visible, options.explored)
     candidates = built if spec.builds_candidates else shared.candidates
+    selected, candidates = checkpoint_name((selected, candidates), SELECTED)
     return dataclasses.replace(shared, selected=selected, candidates=candidates)
 
 

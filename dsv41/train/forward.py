@@ -12,7 +12,7 @@ from dsv41.config import ModelConfig
 from dsv41.layers import Block, Residual, open_streams, with_parameters
 from dsv41.models import Backbone, Params
 from dsv41.ops.straight_through import product_of_master, rows_fp8
-from dsv41.train.attention import AttentionOptions, SelectionMetrics, Shared, attend_packed
+from dsv41.train.attention import SELECTED, AttentionOptions, SelectionMetrics, Shared, attend_packed
 from dsv41.train.experts import moe_sublayer
 from dsv41.train.indexer_loss import IndexerLoss
 from dsv41.train.master_weights import engram_tables, forward_params
@@ -33,7 +33,7 @@ class ForwardOptions:
     Attributes:
       attention: rounding, and exploration of the indexers.
       indexer_weight, balance_weight: of the two losses beside that of the language model.
-      rematerialize: blocks are computed again in the backward pass.
+      rematerialize: blocks, but for their selections, are computed again in the backward pass.
       taps: also return what a drafter reads.
     """
 
@@ -122,7 +122,7 @@ def run_layers(
                 return _layer(block, *state, rows, pack, rope, key, config, options)
 
             with jax.named_scope(f"layer_{n}"):
-                state, made = (jax.checkpoint(layer) if options.rematerialize else layer)(state, rows)
+                state, made = (_rematerialized(layer) if options.rematerialize else layer)(state, rows)
             layers.append(made)
             if options.taps and block.spec.tap is not None:
                 taps.append(made.tap)
@@ -136,6 +136,11 @@ def run_layers(
     indexer = IndexerLoss(sum((x.total for x in losses), zero), sum((x.queries for x in losses), zero))
     balance = sum(made.balance for made in layers) / len(layers)
     return Hidden(x, loads, indexer, balance, recalls, jnp.concatenate(taps, axis=-1) if taps else None)
+
+
+def _rematerialized(layer):
+    """The layer, computed again in the backward pass but for its selection."""
+    return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(SELECTED))
 
 
 class _Made(NamedTuple):

@@ -32,7 +32,8 @@ _WORDS = (
     "zebra zephyr"
 )
 NAMES = tuple(_WORDS.split())
-_MOST_FACTS = 8
+# A fact costs about 25 tokens, of which 3 are an answer: documents of few facts would teach recall with too few tokens.
+_MOST_FACTS, _TOKENS_A_FACT = 32, 50
 _QUESTIONS = "\n\ndef check():\n"
 _SYLLABLES = tuple(c + v for c in "bdfgklmnprstvz" for v in "aeiou")
 _EXCERPT_LINES = 60
@@ -73,7 +74,7 @@ def needle_document(
       filler: texts that whole lines are taken from.
       tokens: length that it comes close to from below.
       tokenizer: counts tokens.
-      depths: where each fact is, as a share of the filler; None: one to eight facts anywhere, fewer if it is short.
+      depths: where each fact is, as a share of the filler; None: one or more facts anywhere, up to 32 in a long one.
         Each has another name, and all are asked in a random order.
 
     Raises:
@@ -82,7 +83,7 @@ def needle_document(
     if not any(filler):
         raise DSV41Error("needles: there is no text to put them into")
     if depths is None:
-        depths = rng.random(rng.integers(1, min(_MOST_FACTS, 1 + tokens // 100) + 1)).tolist()
+        depths = rng.random(rng.integers(1, min(_MOST_FACTS, 1 + tokens // _TOKENS_A_FACT) + 1)).tolist()
     if not 1 <= len(depths) <= len(NAMES):
         raise DSV41Error(f"needles: expected 1 to {len(NAMES)} facts, got {len(depths)}")
     if not all(0 <= depth <= 1 for depth in depths):

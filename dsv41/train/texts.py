@@ -16,7 +16,7 @@ from dsv41.train.package_corpus import FOLDER
 from dsv41.train.tokenizer import encode_texts
 
 _NEEDLE_MARGIN = 64  # tokens of a row that the longest needle document leaves
-_SHORTEST_NEEDLE = 200
+_SHORTEST_NEEDLE = 100
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
