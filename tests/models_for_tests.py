@@ -51,3 +51,9 @@ def small_model() -> Model:
         engram=EngramStore(tiny.engram.tables[:1]),
         vision=None,
     )
+
+
+@functools.cache
+def seeing_model() -> Model:
+    """`small_model` behind the tiny model's vision tower."""
+    return dataclasses.replace(small_model(), vision=tiny_model().vision)

@@ -1,6 +1,5 @@
 """Images in the engine: tokens of `generate`, and prefixes that are the same only if the pictures are."""
 
-import dataclasses
 import functools
 
 import numpy as np
@@ -13,20 +12,15 @@ from dsv41.images import expand_images, prepare_image
 from tests.engine.engines import NOTHING, WINDOW, cached, engine, ids, spoil_rings, watch_prefill
 from tests.models.cache_rows import same_rows
 from tests.models.test_images import IMAGE
-from tests.models_for_tests import small_model, tiny_model
+from tests.models_for_tests import seeing_model
 
 SPAN = 26  # tokens of a picture of 170 x 150
 
 
 @functools.cache
-def seeing():
-    return dataclasses.replace(small_model(), vision=tiny_model().vision)
-
-
-@functools.cache
 def picture(seed: int):
     pixels = np.random.default_rng(seed).integers(0, 256, (150, 170, 3), np.uint8)
-    return prepare_image(Image.fromarray(pixels), tiny_model().config.vision_config, source=f"picture {seed}")
+    return prepare_image(Image.fromarray(pixels), seeing_model().config.vision_config, source=f"picture {seed}")
 
 
 def prompt(before: int, after: int, *, seed: int = 0, pictures: int = 1) -> list[int]:
@@ -48,7 +42,7 @@ def mode(request):
 
 @pytest.fixture(scope="module")
 def made(mode):
-    return engine(model=seeing(), prefill=mode)
+    return engine(model=seeing_model(), prefill=mode)
 
 
 @pytest.mark.slow
@@ -56,7 +50,7 @@ def test_tokens_of_generate(made, mode):
     rows = [prompt(50, 60, pictures=2), prompt(3, 2, seed=4), ids(20), [5]]
     images = [[picture(0), picture(1)], [picture(2)], [], []]
     options = {"max_new_tokens": 6, "stop_ids": (), "prefill_chunk": 16, "prefill": mode}
-    wanted = generate(seeing(), rows, images=images, **options)
+    wanted = generate(seeing_model(), rows, images=images, **options)
     numbers = [made.add(r, max_new_tokens=6, stop_ids=(), images=i) for r, i in zip(rows, images, strict=True)]
     made.run()
     assert [made.take(n).token_ids for n in numbers] == [r.token_ids for r in wanted]
@@ -89,7 +83,7 @@ def test_replay_that_begins_inside_a_picture(mode):
     longer = row + ids(15, 31)
     seen = []
     for spoil in (False, True):
-        made = engine(model=seeing(), prefill=mode)
+        made = engine(model=seeing_model(), prefill=mode)
         serve(made, row, [picture(0)], new=1)
         if spoil:
             spoil_rings(made)
@@ -108,4 +102,4 @@ def test_refusals():
     with pytest.raises(DSV41Error, match="vision is not loaded"):
         blind.add(prompt(3, 3), max_new_tokens=1, images=[picture(0)])
     with pytest.raises(DSV41Error, match="no image tokens are left"):
-        engine(model=seeing(), prefill="full").add(ids(9), max_new_tokens=1, images=[picture(0)])
+        engine(model=seeing_model(), prefill="full").add(ids(9), max_new_tokens=1, images=[picture(0)])

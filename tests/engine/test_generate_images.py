@@ -8,7 +8,7 @@ import pytest
 from dsv41.config import DSV41Error
 from dsv41.engine import Speculation, generate
 from tests.models.test_images import IMAGE, picture, rows, spans
-from tests.models_for_tests import tiny_model
+from tests.models_for_tests import seeing_model
 
 PROMPT = 40
 
@@ -23,14 +23,14 @@ def run(**options):
     """Beside two short requests and in chunks of 8: two of the programs are those of test_generate."""
     ids, images = prompts()
     options = {"max_new_tokens": 4, "stop_ids": [], "prefill_chunk": 8} | options
-    results = generate(tiny_model(), [*ids, [0], [0]], images=[*images, [], []], **options)
+    results = generate(seeing_model(), [*ids, [0], [0]], images=[*images, [], []], **options)
     return [r.token_ids for r in results[:2]]
 
 
 @pytest.mark.slow  # tests/launch/test_images.py has the same for one request
 def test_greedy_tokens_are_those_of_forward():
     """The argmax of one pass over prompt and answer at each position."""
-    model, (ids, _) = tiny_model(), prompts()
+    model, (ids, _) = seeing_model(), prompts()
     tokens = run()
     # Padded to the length of the other tests' program.
     full = np.array([[*p, *t, *[7] * (53 - PROMPT - 4)] for p, t in zip(ids, tokens)])
@@ -58,14 +58,14 @@ def test_chunks_and_speculation_change_nothing():
     ],
 )
 def test_refused_before_any_work(prompt, images, message, monkeypatch):
-    monkeypatch.setattr(type(tiny_model()), "init_cache", lambda *_, **__: pytest.fail("work was begun"))
+    monkeypatch.setattr(type(seeing_model()), "init_cache", lambda *_, **__: pytest.fail("work was begun"))
     if images is not None:
         images = [[picture(*size) for size in own] for own in images]
     with pytest.raises(DSV41Error, match=message):
-        generate(tiny_model(), [prompt], images=images, max_new_tokens=2)
+        generate(seeing_model(), [prompt], images=images, max_new_tokens=2)
 
 
 def test_images_need_vision():
     ids, images = prompts()
     with pytest.raises(DSV41Error, match="prompt 0: 3 images, but vision is not loaded"):
-        generate(dataclasses.replace(tiny_model(), vision=None), ids, images=images, max_new_tokens=2)
+        generate(dataclasses.replace(seeing_model(), vision=None), ids, images=images, max_new_tokens=2)

@@ -17,7 +17,7 @@ from dsv41.ops.moe import route
 from tests.checkpoint_files import stored_tensors, write_safetensors
 from tests.golden import DATA, expected
 from tests.models.test_chunks import DRAFT_TOKENS, MAX_TOKENS, feed, same_bytes, split
-from tests.models_for_tests import tiny_model
+from tests.models_for_tests import seeing_model
 
 IMAGE, LENGTH = 505, 53
 
@@ -25,7 +25,7 @@ IMAGE, LENGTH = 505, 53
 @functools.cache
 def picture(width: int, height: int) -> PreparedImage:
     pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
-    return prepare_image(Image.fromarray(pixels), tiny_model().config.vision_config, source=f"{width} x {height}")
+    return prepare_image(Image.fromarray(pixels), seeing_model().config.vision_config, source=f"{width} x {height}")
 
 
 A, B, C = (93, 51), (42, 84), (170, 150)  # spans of 10, 6 and 26 tokens
@@ -43,12 +43,12 @@ def rows() -> tuple[np.ndarray, tuple[tuple[PreparedImage, ...], ...]]:
 
 def spans() -> list[SpanEmbeds]:
     ids, images = rows()
-    return [tiny_model().embed_images(r, i) for r, i in zip(ids, images)]
+    return [seeing_model().embed_images(r, i) for r, i in zip(ids, images)]
 
 
 def feed_images(sizes: list[int]):
     """As `feed` of the chunk tests, with the images."""
-    model, (ids, _), images = tiny_model(), rows(), spans()
+    model, (ids, _), images = seeing_model(), rows(), spans()
     cache, done, out = model.init_cache(2, MAX_TOKENS, draft_tokens=DRAFT_TOKENS), 0, []
     for size in sizes:
         batch = model.make_batch(ids[:, done : done + size], ids[:, :done], images=images)
@@ -69,13 +69,13 @@ def test_rows_of_several_images():
     assert second.positions.tolist() == list(range(26))
     np.testing.assert_array_equal(first.embeds[:10], first.embeds[16:])  # the same image
     assert first.embeds.dtype == jnp.bfloat16 and first.embeds.shape == (26, 128)
-    alone = tiny_model().embed_images([IMAGE] * 6, [picture(*B)])
+    alone = seeing_model().embed_images([IMAGE] * 6, [picture(*B)])
     np.testing.assert_array_equal(first.embeds[10:16], alone.embeds)
 
 
 def test_images_reach_the_embeddings_and_nothing_else():
     ids, _ = rows()
-    batch = tiny_model().make_batch(ids, images=spans(), padded=False)
+    batch = seeing_model().make_batch(ids, images=spans(), padded=False)
     np.testing.assert_array_equal(batch.image_mask, ids == IMAGE)
     for row, own in enumerate(spans()):
         np.testing.assert_array_equal(batch.image_embeds[row, own.positions], own.embeds)
@@ -93,7 +93,7 @@ def test_case_m5_spans_cut_by_chunks(size):
 @pytest.mark.slow
 def test_a_text_row_does_not_notice_its_neighbours_image():
     """Another program, the same bits."""
-    model, (ids, _) = tiny_model(), rows()
+    model, (ids, _) = seeing_model(), rows()
     text = expected("tiny_text")["input_ids"][1, :LENGTH]
     plain, _ = feed(np.stack([text, text]), [LENGTH])
     batch = model.make_batch([ids[0], text], images=[spans()[0], None])
@@ -103,7 +103,7 @@ def test_a_text_row_does_not_notice_its_neighbours_image():
 
 
 def test_an_image_token_without_image_does_not_depend_on_the_neighbours():
-    model, (ids, _) = tiny_model(), rows()
+    model, (ids, _) = seeing_model(), rows()
     bare = expected("tiny_text")["input_ids"][1, :LENGTH].copy()
     bare[4] = IMAGE
     alone, _ = feed(np.stack([bare, bare]), [LENGTH])
@@ -113,7 +113,7 @@ def test_an_image_token_without_image_does_not_depend_on_the_neighbours():
 
 
 def test_what_an_image_shows_matters():
-    model, (ids, images) = tiny_model(), rows()
+    model, (ids, images) = seeing_model(), rows()
     pixels = np.full((51, 93, 3), 200, np.uint8)
     other = prepare_image(Image.fromarray(pixels), model.config.vision_config, source="other")
     changed = [model.embed_images(ids[0], [other, *images[0][1:]]), spans()[1]]
@@ -142,7 +142,7 @@ def blind():
 
 
 def test_vision_can_be_left_out(blind):
-    assert blind.vision is None and tiny_model().vision is not None
+    assert blind.vision is None and seeing_model().vision is not None
     ids, images = rows()
     with pytest.raises(DSV41Error, match="tokens: 3 images, but vision is not loaded"):
         blind.embed_images(ids[0], images[0])
@@ -158,11 +158,11 @@ def test_vision_can_be_left_out(blind):
 )
 def test_bad_images_of_a_batch(change, message):
     with pytest.raises(DSV41Error, match=message):
-        tiny_model().make_batch(rows()[0], images=change(spans()))
+        seeing_model().make_batch(rows()[0], images=change(spans()))
 
 
 def test_refusals():
-    model, (ids, images) = tiny_model(), rows()
+    model, (ids, images) = seeing_model(), rows()
     with pytest.raises(DSV41Error, match=r"tokens: position 5 is the image token \(id 505\), but no image is given"):
         model.embed_images(ids[0], [])
     with pytest.raises(DSV41Error, match="no image tokens are left for 93 x 51"):
