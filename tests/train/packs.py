@@ -9,6 +9,7 @@ from dsv41.ops.engram_hash import engram_hash_spec
 from dsv41.train.forward import ForwardOptions, run_layers
 from dsv41.train.master_weights import masters_from
 from dsv41.train.pack import Document, PackedBatch, pack_documents, rope_tables
+from pallas_kernels.fixed_order import compiler_options
 from tests.models_for_tests import small_model
 
 LENGTH = 64
@@ -37,7 +38,7 @@ def compiled(options: ForwardOptions | None = None):
     """masters, pack -> `Hidden`."""
     model, options = small_model(), options or ForwardOptions()
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=compiler_options())
     def run(masters, pack):
         rope = rope_tables(model.config, pack.tokens.shape[1])
         return run_layers(masters, pack, rope, jax.random.key(0), config=model.config, options=options)

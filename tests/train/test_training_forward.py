@@ -41,11 +41,17 @@ def test_documents_give_the_logits_of_serving():
 
 def test_documents_of_a_row_do_not_know_of_each_other():
     run = packs.compiled()
-    first, second = packs.random_tokens(21, 1), packs.random_tokens(30, 2)
-    both = packs.logits(run(packs.masters(), packs.pack([[Document(first), Document(second)]])).x)[0]
+    first, second, other = packs.random_tokens(21, 1), packs.random_tokens(30, 2), packs.random_tokens(30, 3)
+
+    def hidden(*documents):
+        return np.asarray(run(packs.masters(), packs.pack([[Document(tokens) for tokens in documents]])).x)[0]
+
+    both = hidden(first, second)
+    assert np.array_equal(both[:21], hidden(first, other)[:21])
+    assert np.array_equal(both[24:54], hidden(other[:21], second)[24:54])
     for tokens, begin in ((first, 0), (second, 24)):
-        alone = packs.logits(run(packs.masters(), packs.pack([[Document(tokens)]])).x)[0]
-        assert np.array_equal(both[begin : begin + len(tokens)], alone[: len(tokens)])
+        alone = hidden(tokens)[: len(tokens)].astype(np.float32)
+        assert relative_rms(both[begin : begin + len(tokens)].astype(np.float32), alone) < 1e-6
 
 
 @pytest.mark.slow
