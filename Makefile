@@ -10,7 +10,7 @@ PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= auto
 ARGS ?=
-PROMPT ?= The quick brown fox
+PROMPT ?= def read_config(path):
 
 PY := $(VENV)/bin/python
 PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check
@@ -29,7 +29,7 @@ INSTALLED_TEST := $(VENV)/.installed-test
 .PHONY: help demo test test-slow lint format venv clean
 
 help:
-	@echo 'make demo       layer table, KV bytes a token and a few tokens from the bundled tiny model'
+	@echo 'make demo       layer table, KV bytes a token and some Python from the bundled nano model'
 	@echo 'make test       the tests, on the CPU, without those marked slow'
 	@echo 'make test-slow  all tests'
 	@echo 'make lint       import contracts, ruff check, ruff format --check'
@@ -66,8 +66,8 @@ $(INSTALLED_TEST): pyproject.toml | $(CREATED)
 venv: $(CREATED)
 
 demo: $(INSTALLED)
-	@JAX_PLATFORMS=cpu $(PY) -m launch.inspect --checkpoint=dsv41/data/tiny
-	@JAX_PLATFORMS=cpu $(PY) -m launch.generate --prompt='$(PROMPT)' --max_new_tokens=24 --temperature=0
+	@JAX_PLATFORMS=cpu $(PY) -m launch.inspect --checkpoint=dsv41/data/nano
+	@JAX_PLATFORMS=cpu $(PY) -m launch.generate --checkpoint=dsv41/data/nano --prompt='$(PROMPT)' --max_new_tokens=96 --temperature=0.6
 
 test: $(INSTALLED_TEST)
 	@$(PYTEST) $(ARGS)

@@ -125,10 +125,10 @@ def _measured(results: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _flat(values: Mapping[str, Any], stem: str = "") -> Iterator[tuple[str, str]]:
-    """Rows of a table: nested names joined by a dot."""
+    """Rows of a table: nested names joined by a dot; what is nested deeper is in one cell."""
     for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{stem}{name}.")
+        if isinstance(value, Mapping) and not stem:
+            yield from _flat(value, f"{name}.")
         else:
             yield f"{stem}{name}".replace("_", " "), _text(value)
 
@@ -140,6 +140,8 @@ def _text(value: Any) -> str:
         return f"{value:,}" if abs(value) >= 10000 else str(value)
     if isinstance(value, float):
         return f"{value:.6g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_text(part)}".replace("_", " ") for name, part in value.items())
     if isinstance(value, Sequence) and not isinstance(value, str):
         return ", ".join(map(_text, value))
     return str(value)

@@ -29,6 +29,7 @@ RECORD = {
     "seed": 3,
     "final": {"loss": 1.23456789, "tokens": 40_000_000},
     "packages": ["jax", "numpy"],
+    "text": {"bytes": 57_000_000, "versions": {"jax": "0.11.2", "ml_dtypes": "0.6.0"}},
     "resumed": True,
 }
 RECORDS = [RECORD, {"command": ["python", "-m", "launch.train_dspark", "--text=a b"], "seed": 4}]
@@ -50,6 +51,8 @@ def test_all_of_it():
         "| final.loss | 1.23457 |",
         "| final.tokens | 40,000,000 |",
         "| packages | jax, numpy |",
+        "| text.bytes | 57,000,000 |",
+        "| text.versions | jax 0.11.2, ml dtypes 0.6.0 |",
         "| resumed | yes |",
         "| `a\\|b.py` | 2,500 | 1.234 | 3.44 | 0.490 |",
         "![accuracy by length and depth](needle.png)",
