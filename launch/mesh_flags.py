@@ -34,9 +34,9 @@ _LONGEST_SHOWN = 50
 class MeshFlags:
     """--mesh, --sharding and those that start several processes."""
 
-    def __init__(self, values: flags.FlagValues):
-        """Defines the flags in `values`."""
-        self._values = values
+    def __init__(self, values: flags.FlagValues, *, preset: str | None = None):
+        """Defines the flags in `values`; with `preset`, what the script uses a mesh for, no --sharding."""
+        self._values, self._preset = values, preset
         flags.DEFINE_string(
             "mesh",
             None,
@@ -44,9 +44,10 @@ class MeshFlags:
             "processes. Without it: one device.",
             flag_values=values,
         )
-        flags.DEFINE_enum(
-            "sharding", None, PRESETS, "What the mesh is used for; decode if not given.", flag_values=values
-        )
+        if preset is None:
+            flags.DEFINE_enum(
+                "sharding", None, PRESETS, "What the mesh is used for; decode if not given.", flag_values=values
+            )
         flags.DEFINE_integer(
             "cpu_devices",
             None,
@@ -96,7 +97,7 @@ class MeshFlags:
         v = self._values
         if v.mesh is not None:
             parse_mesh(v.mesh)
-        elif v.sharding is not None:
+        elif self._preset is None and v.sharding is not None:
             raise DSV41Error(f"--sharding={v.sharding} needs --mesh")
         limits = Limits(start=v.start_timeout, silence=v.heartbeat_timeout)
         identity = resolve_identity(
@@ -128,7 +129,8 @@ class MeshFlags:
         """
         if self._values.mesh is None:
             return None
-        return preset_rules(self._values.sharding or PRESETS[0], parse_mesh(self._values.mesh), config.text_config)
+        preset = self._preset or self._values.sharding or PRESETS[0]
+        return preset_rules(preset, parse_mesh(self._values.mesh), config.text_config)
 
     def _make_cpu_devices(self, number: int) -> None:
         try:

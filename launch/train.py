@@ -9,20 +9,24 @@ weights, optimiser, routing biases, position in the data and random key. The sam
 stopped or killed, bit for bit as if it had not been; a run with other flags is refused. Loss or gradients that are no
 numbers stop it, and the batch is saved. launch.export_checkpoint writes the released layout.
 
+    python -m launch.train --config=configs/nano.json --tokenizer=configs/nano_tokenizer.json --mesh=data=8 --out=RUN
+
+--mesh spreads the rows of each batch, and weights and optimiser with them, over devices, of several processes if they
+are started so (docs/pods.md) and see one --out. A run may be continued on another number of devices.
+
 Without --corpus and --text it trains on the sources of the Python standard library.
 """
 
 import dataclasses
 import functools
-import importlib.util
 import json
-import pathlib
 import sys
 from typing import Any
 
 import jax
 import numpy as np
 from absl import flags
+from jax.sharding import Mesh, PartitionSpec
 from tokenizers import Tokenizer
 
 import dsv41
@@ -30,28 +34,36 @@ from dsv41.checkpoint.token_map import check_token_map, engram_token_map, load_t
 from dsv41.config import DSV41Error, ModelConfig, config_to_dict
 from dsv41.config.atomic_file import write_file
 from dsv41.models import Params
+from dsv41.sharding import devices_along, parse_mesh
+from dsv41.sharding.agreement import check_same_input
+from dsv41.sharding.placement import place
+from dsv41.sharding.processes import is_first_process
 from dsv41.train import make_optimizer
 from dsv41.train.attention import AttentionOptions
 from dsv41.train.data import BatchOptions, TrainingBatches
 from dsv41.train.forward import ForwardOptions, train_forward
 from dsv41.train.initial import initial_masters
-from dsv41.train.loop import Progress, RunParts, held_out_means, resume, run_steps
+from dsv41.train.loop import RunParts, held_out_means, resume
 from dsv41.train.master_weights import FULL_QAT, NO_QAT, QAT, masters_from
 from dsv41.train.optimizer import OptimizerConfig
 from dsv41.train.pack import rope_tables
+from dsv41.train.placement import Placement, check_axes
+from dsv41.train.row_spread import total
 from dsv41.train.step import StepOptions, check_rows, init_state, make_train_step
 from dsv41.train.texts import TextOptions, held_out_rows, training_rows
 from dsv41.train.tokenizer import tokenizer_hash, tokenizer_json
 from launch.cli import new_flags, run
-from launch.load_model import ModelFlags, progress_bar
-from launch.plots import plot_curves
+from launch.load_model import ModelFlags
+from launch.mesh_flags import MeshFlags
 from launch.training_flags import RunFlags, TextFlags, write_record
+from launch.training_progress import train_and_report
 
 _QATS = {"full": FULL_QAT, "weights": QAT(main=False), "none": NO_QAT}
 
 FLAGS = new_flags()
 _MODEL = ModelFlags(FLAGS, config=True)
 _TEXT = TextFlags(FLAGS, length=4096, rows=8)
+_MESH = MeshFlags(FLAGS, preset="train")
 _RUN = RunFlags(FLAGS, peak=4e-3, tokens=100_000_000, decay_from=0.3)
 _TOKENIZER = flags.DEFINE_string(
     "tokenizer", None, "The tokenizer.json of --config; a checkpoint has its own.", flag_values=FLAGS
@@ -82,68 +94,82 @@ _OPTIMIZER = flags.DEFINE_string(
 
 
 def main() -> None:
+    _MESH.start()
     folder = _RUN.folder()
     config, schedule, options = _MODEL.config(), _RUN.schedule(), StepOptions(micro_batches=_MICRO_BATCHES.value)
     if config.vision_config is not None:
         config = dataclasses.replace(config, vision_config=None)  # the tower is trained by itself
     tokenizer = _tokenizer()
     token_map = _token_map(config, tokenizer)
-    check_rows(FLAGS.rows, options)
+    check_rows(FLAGS.rows, options, _devices())
     optimizer_config = _optimizer_config()
     _MODEL.start_device()
     corpus = _TEXT.corpus()
-    print(f"{len(corpus.documents):,} documents of {corpus.source}", file=sys.stderr)
+    if is_first_process():
+        print(f"{len(corpus.documents):,} documents of {corpus.source}", file=sys.stderr)
     text = TextOptions(
         length=FLAGS.length, seed=FLAGS.seed, repeat=_REPEAT.value, needles=_NEEDLES.value, tokens=schedule.total
     )
     source = training_rows(corpus, tokenizer, config, text)
-    batches = TrainingBatches(source, BatchOptions(rows=FLAGS.rows), token_map=token_map)
-    masters = _masters(config)
-    optimizer = make_optimizer(config, masters, optimizer_config)
-    forward = ForwardOptions(attention=AttentionOptions(qat=_QATS[_QAT.value], explored=_EXPLORED.value))
-    rope = jax.tree.map(jax.numpy.asarray, rope_tables(config, FLAGS.length))
-    step = jax.jit(make_train_step(config, optimizer, forward, options), donate_argnums=0)
     identity = _identity(config, tokenizer, source.fingerprint, optimizer_config, schedule)
+    check_same_input(folder=str(folder.absolute()).encode(), identity=json.dumps(identity).encode())
+    reads = BatchOptions(rows=FLAGS.rows, process=jax.process_index(), processes=jax.process_count())
+    masters, placement = _masters(config, _MESH.mesh() if _devices() > 1 else None)
+    optimizer = make_optimizer(
+        config, masters, optimizer_config, spread=None if placement is None else placement.matrices
+    )
+    rope = rope_tables(config, FLAGS.length)
+    step, state = _step(config, optimizer, options, masters, rope, placement)
     parts = RunParts(
-        step=lambda state, pack, rate: step(state, pack, rope, rate),
-        place=jax.device_put,
-        evaluate=_evaluation(config, corpus, tokenizer, token_map, rope),
+        step=step,
+        place=jax.device_put if placement is None else placement.batch,
+        evaluate=_evaluation(config, corpus, tokenizer, token_map, rope, placement),
         schedule=schedule,
-        batches=batches,
+        batches=TrainingBatches(source, reads, token_map=token_map),
         checkpoints=_RUN.checkpoints(),
         **dict(zip(("curves", "held_out"), _RUN.curves(), strict=True)),
         identity=identity,
     )
-    state = jax.jit(lambda masters: init_state(masters, optimizer, FLAGS.seed), donate_argnums=0)(masters)
     state, begin = resume(parts, state)
-    write_file(folder / "config.json", f"{json.dumps(config_to_dict(config), indent=1)}\n".encode())
-    write_file(folder / "tokenizer.json", tokenizer_json(tokenizer))
-    epoch_tokens = len(source.epoch(0)) * FLAGS.length
-    write_record(folder, config, identity, {"corpus": corpus.describe(), "epoch_tokens": epoch_tokens})
-    _train(folder, parts, state, begin)
+    if is_first_process():
+        write_file(folder / "config.json", f"{json.dumps(config_to_dict(config), indent=1)}\n".encode())
+        write_file(folder / "tokenizer.json", tokenizer_json(tokenizer))
+        epoch_tokens = len(source.epoch(0)) * FLAGS.length
+        write_record(folder, config, identity, {"corpus": corpus.describe(), "epoch_tokens": epoch_tokens})
+    train_and_report(folder, parts, state, begin, _RUN.loop(), verbose=FLAGS.verbose)
 
 
-def _train(folder: pathlib.Path, parts: RunParts, state: Any, begin: Progress) -> None:
-    """Runs, shows how it goes, and draws the curves."""
-    steps = parts.schedule.steps
-    if begin.step:
-        print(f"{folder}: goes on behind step {begin.step:,}", file=sys.stderr)
-    with progress_bar(FLAGS.verbose) as bar:
-        task = bar.add_task("training", total=steps, completed=begin.step)
+def _devices() -> int:
+    """How many a run has, as the flags say.
 
-        def report(at: Progress, numbers: dict[str, float]) -> None:
-            bar.update(task, completed=at.step)
-            shown = " ".join(f"{name}={value:.4g}" for name, value in numbers.items())
-            bar.console.print(f"step {at.step} tokens {at.tokens:,} {shown}", highlight=False, soft_wrap=True)
+    Raises:
+      DSV41Error: the mesh is one that training does not spread anything over.
+    """
+    if FLAGS.mesh is None:
+        return 1
+    sizes = parse_mesh(FLAGS.mesh)
+    check_axes(sizes)
+    return devices_along(sizes, sizes)
 
-        state, at = run_steps(parts, state, begin, _RUN.loop(), report=report)
-    parts.checkpoints.close()
-    for curves in (parts.curves, parts.held_out):
-        curves.close()
-    if at.step and importlib.util.find_spec("matplotlib") is not None:
-        plot_curves(parts.curves.path, folder / "curves.png")
-    end = "complete" if at.step >= steps else "stopped; the same command goes on"
-    print(f"{folder}: step {at.step:,} of {steps:,}, {at.tokens:,} tokens, {end}")
+
+def _step(config: ModelConfig, optimizer, options: StepOptions, masters: Params, rope, placement: Placement | None):
+    """(state, pack, learning rate) -> (state, metrics), compiled when it is called; and the state to begin with."""
+
+    def begin(masters):
+        return init_state(masters, optimizer, FLAGS.seed)
+
+    forward = ForwardOptions(attention=AttentionOptions(qat=_QATS[_QAT.value], explored=_EXPLORED.value))
+    step = make_train_step(config, optimizer, forward, options, placement)
+    if placement is None:
+        compiled = jax.jit(step, donate_argnums=0)
+        rope = jax.tree.map(jax.numpy.asarray, rope)
+        state = jax.jit(begin, donate_argnums=0)(masters)
+        return lambda state, pack, rate: compiled(state, pack, rope, rate), state
+    shardings = placement.state(jax.eval_shape(begin, masters))
+    compiled = jax.jit(step, donate_argnums=0, out_shardings=(shardings, placement.everywhere))
+    rope = place(rope, placement.mesh, PartitionSpec())
+    state = jax.jit(begin, donate_argnums=0, out_shardings=shardings)(masters)
+    return lambda state, pack, rate: compiled(state, pack, rope, np.asarray(rate)), state
 
 
 def _tokenizer() -> Tokenizer:
@@ -166,12 +192,20 @@ def _token_map(config: ModelConfig, tokenizer: Tokenizer) -> np.ndarray | None:
     return token_map
 
 
-def _masters(config: ModelConfig) -> Params:
-    """To begin with."""
+def _masters(config: ModelConfig, mesh: Mesh | None) -> tuple[Params, Placement | None]:
+    """To begin with, and where they lie on the mesh."""
     if FLAGS.config is not None:
-        return jax.jit(functools.partial(initial_masters, config, FLAGS.seed))()
+        make = functools.partial(initial_masters, config, FLAGS.seed)
+        if mesh is None:
+            return jax.jit(make)(), None
+        placement = Placement.of(mesh, jax.eval_shape(make), config)
+        return jax.jit(make, out_shardings=placement.masters)(), placement
     model = dsv41.load(_MODEL.checkpoint, vision=False, drafter=False)
-    return masters_from(model.params, config, model.engram.tables if model.engram is not None else ())
+    masters = masters_from(model.params, config, model.engram.tables if model.engram is not None else ())
+    if mesh is None:
+        return masters, None
+    placement = Placement.of(mesh, masters, config)
+    return place(masters, mesh, placement.specs), placement
 
 
 def _optimizer_config() -> OptimizerConfig:
@@ -192,7 +226,7 @@ def _identity(config, tokenizer, rows: str, optimizer: OptimizerConfig, schedule
     return json.loads(json.dumps(values))
 
 
-def _evaluation(config: ModelConfig, corpus, tokenizer: Tokenizer, token_map, rope):
+def _evaluation(config: ModelConfig, corpus, tokenizer: Tokenizer, token_map, rope, placement: Placement | None):
     """State -> loss and recall on held-out rows."""
     rows = FLAGS.evaluate_rows
     if not rows or not corpus.held_out:
@@ -201,17 +235,20 @@ def _evaluation(config: ModelConfig, corpus, tokenizer: Tokenizer, token_map, ro
     count, batch = min(rows, len(source.epoch(0))), min(rows, FLAGS.rows, len(source.epoch(0)))
     options = ForwardOptions(attention=AttentionOptions(qat=_QATS[_QAT.value], recall=True), rematerialize=False)
 
-    @jax.jit
     def evaluate(masters, pack):
-        _, aux = train_forward(masters, pack, rope, jax.random.key(0), config=config, options=options)
-        numbers = {name: aux[name] for name in ("lm_loss", "indexer_loss", "tokens")}
-        recall = aux.get("recall", ())
-        return numbers | {f"recall_{n}": value for n, value in enumerate(recall)}
+        whole = masters if placement is None else placement.gather(masters)
+        _, aux = train_forward(whole, pack, rope, jax.random.key(0), config=config, options=options)
+        losses = total({name: aux[name] for name in ("lm_loss", "indexer_loss")}, pack.spread)
+        recall = {f"recall_{n}": value for n, value in enumerate(aux.get("recall", ()))}
+        return losses | {"tokens": aux["tokens"]} | recall
+
+    compiled = jax.jit(evaluate if placement is None else placement.on_rows(evaluate, PartitionSpec()))
 
     def of_state(state):
+        # Every process reads all of the rows.
         batches = TrainingBatches(source, BatchOptions(rows=batch), token_map=token_map)
-        packs = (jax.device_put(next(batches)) for _ in range(count // batch))
-        return held_out_means(evaluate, state.masters, packs)
+        put = jax.device_put if placement is None else placement.whole_batch
+        return held_out_means(compiled, state.masters, (put(next(batches)) for _ in range(count // batch)))
 
     return of_state
 

@@ -12,6 +12,7 @@ from absl import flags
 
 from dsv41.config import DSV41Error, ModelConfig
 from dsv41.config.atomic_file import write_file
+from dsv41.sharding.processes import is_first_process
 from dsv41.train.checkpoints import Checkpoints
 from dsv41.train.corpus import Corpus, standard_library
 from dsv41.train.corpus_file import read_corpus, text_corpus
@@ -141,8 +142,10 @@ class RunFlags:
     def checkpoints(self) -> Checkpoints:
         return Checkpoints(self.folder() / "checkpoints", self._values.keep)
 
-    def curves(self) -> tuple[Curves, Curves]:
-        """Of steps and of evaluations."""
+    def curves(self) -> tuple[Curves | None, Curves | None]:
+        """Of steps and of evaluations; None where another process writes them."""
+        if not is_first_process():
+            return None, None
         folder, events = self.folder(), self._values.tensorboard
         return Curves(folder, events), Curves(folder, events, file=HELD_OUT_CURVES)
 

@@ -120,7 +120,7 @@ def attend_packed(
             entry = jnp.arange(main.shape[1], dtype=jnp.int32)
             every = jnp.where(Visible.of_pack(pack, spec.ratio).mask(entry), entry, -1)
             chosen = selected[..., : selected.shape[-1] - options.explored]
-            metrics = SelectionMetrics(loss, recall(chosen, attend(every)[1], pack.valid))
+            metrics = SelectionMetrics(loss, recall(chosen, attend(every)[1], pack.valid, pack.spread))
     return attn.output(apply_rope(o, table[:, :, None], inverse=True)), shared, metrics
 
 
@@ -180,7 +180,7 @@ def _select(attn: Attention, query, pack: PackedBatch, shared: Shared, key, opti
     keys = shared.index[spec.kv_source].astype(jnp.bfloat16)
     selected, built = select(*query, keys, visible, attn.indexer.sizes, candidates)
     if options.explored:
-        selected = explore(jax.random.fold_in(key, spec.index), selected, visible, options.explored)
+        selected = explore(jax.random.fold_in(key, spec.index), selected, visible, options.explored, pack.spread)
     candidates = built if spec.builds_candidates else shared.candidates
     selected, candidates = checkpoint_name((selected, candidates), SELECTED)
     return dataclasses.replace(shared, selected=selected, candidates=candidates)

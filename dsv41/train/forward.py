@@ -18,6 +18,7 @@ from dsv41.train.indexer_loss import IndexerLoss
 from dsv41.train.master_weights import engram_tables, forward_params
 from dsv41.train.pack import PackedBatch, alignment
 from dsv41.train.router_balance import Loads, count_loads, sequence_balance
+from dsv41.train.row_spread import total
 from pallas_kernels.dispatch import kernels
 from pallas_kernels.hyper_connection import ops as mhc
 from pallas_kernels.rounding import round_to_bf16
@@ -66,6 +67,9 @@ def train_forward(
 ) -> tuple[jax.Array, dict[str, Any]]:
     """The loss of a batch, differentiable in the masters, on one device.
 
+    With `pack.spread` these are a device's rows of it: the losses and their gradients are then this device's share,
+    which add up to those of the batch; tokens and recall are the batch's.
+
     Args:
       masters: float32, as `training_params_abstract` describes.
       pack: rows of documents.
@@ -80,16 +84,23 @@ def train_forward(
       main_hidden bfloat16 [B, T, taps * D], with `AttentionOptions.recall` also recall float32 [selecting layers].
     """
     hidden = run_layers(masters, pack, rope, key, config=config, options=options)
-    total = cross_entropy(hidden.x, masters["head"]["weight"], pack.targets, pack.loss_mask)
-    tokens = pack.loss_mask.sum()
-    lm_loss = total / jnp.maximum(tokens, 1)
-    indexer_loss = hidden.indexer.total / jnp.maximum(hidden.indexer.queries, 1)
+    entropy = cross_entropy(hidden.x, masters["head"]["weight"], pack.targets, pack.loss_mask)
+    tokens = total(pack.loss_mask.sum(), pack.spread)
+    lm_loss = entropy / jnp.maximum(tokens, 1)
+    indexer_loss = hidden.indexer.total / jnp.maximum(total(hidden.indexer.queries, pack.spread), 1)
+    balance = hidden.balance if pack.spread is None else hidden.balance * _share_of_documents(pack)
     loss = lm_loss + options.indexer_weight * indexer_loss
-    loss = loss + options.balance_weight * hidden.balance * config.text_config.num_hidden_layers
-    aux = {"lm_loss": lm_loss, "indexer_loss": indexer_loss, "balance_loss": hidden.balance, "tokens": tokens}
+    loss = loss + options.balance_weight * balance * config.text_config.num_hidden_layers
+    aux = {"lm_loss": lm_loss, "indexer_loss": indexer_loss, "balance_loss": balance, "tokens": tokens}
     aux |= {"loads": hidden.loads, "hidden": hidden.x}
     aux |= {} if hidden.recall is None else {"recall": hidden.recall}
     return loss, aux if hidden.taps is None else aux | {"main_hidden": hidden.taps}
+
+
+def _share_of_documents(pack: PackedBatch) -> jax.Array:
+    """float32 []: which part of the batch's documents is on this device."""
+    documents = (pack.valid & (pack.position == 0)).sum()
+    return documents / jnp.maximum(total(documents, pack.spread), 1)
 
 
 def run_layers(
@@ -115,7 +126,9 @@ def run_layers(
         for n, block in enumerate(model.layers):
             rows = None
             if block.spec.engram is not None:
-                rows = tables[block.spec.engram][pack.engram_rows[:, :, block.spec.engram]]
+                table, ids = tables[block.spec.engram], pack.engram_rows[:, :, block.spec.engram]
+                split = table.shape[1] < config.text_config.engram_head_dim
+                rows = pack.spread.look_up(table, ids) if split else table[ids]
                 rows = rows_fp8(rows) if quantized else round_to_bf16(rows)
 
             def layer(state, rows, block=block):

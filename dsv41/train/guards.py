@@ -28,7 +28,7 @@ from dsv41.train.pack import PackedBatch
 LOSS, NORM = "loss", "grad_norm"
 _VERSION = 1
 _HEADER = "bad_batch"
-_FIELDS = tuple(field.name for field in dataclasses.fields(PackedBatch))
+_FIELDS = tuple(field.name for field in dataclasses.fields(PackedBatch) if not field.metadata.get("static"))
 _OPTIONAL = ("engram_rows", "image_embeds")
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv41.ops.straight_through import einsum_bf16
+from dsv41.train.row_spread import RowSpread, total
 from pallas_kernels.tiling import map_query_tiles, query_tile
 
 # Bytes that a tile of queries may make.
@@ -59,13 +60,14 @@ def index_loss(
     return IndexerLoss(jnp.where(counts, divergence, 0.0).sum(), counts.sum().astype(jnp.float32))
 
 
-def recall(selected: jax.Array, mass: jax.Array, valid: jax.Array) -> jax.Array:
+def recall(selected: jax.Array, mass: jax.Array, valid: jax.Array, spread: RowSpread | None = None) -> jax.Array:
     """Mean share of the attention's best entries that a selection has.
 
     Args:
       selected: int32 [B, T, K], -1 unused.
       mass: float32 [B, T, S], attention that every entry would get; 0 where it is not seen.
       valid: bool [B, T].
+      spread: None, or how the rows of the whole batch are spread.
 
     Returns:
       float32 []: over queries that see more entries than K, the part of the K with the largest mass that is selected; 1
@@ -75,4 +77,5 @@ def recall(selected: jax.Array, mass: jax.Array, valid: jax.Array) -> jax.Array:
     best = jax.lax.top_k(mass, min(k, mass.shape[-1]))[1]
     found = (best[..., None] == selected[..., None, :]).any(axis=-1).mean(axis=-1)
     counts = valid & ((mass > 0).sum(axis=-1) > k)
-    return jnp.where(counts.any(), (found * counts).sum() / jnp.maximum(counts.sum(), 1), 1.0)
+    found, queries = total((found * counts).sum(), spread), total(counts.sum(), spread)
+    return jnp.where(queries > 0, found / jnp.maximum(queries, 1), 1.0)

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
 
 from dsv41.config import DSV41Error
 from dsv41.train.checkpoints import Checkpoints
@@ -21,6 +23,8 @@ from dsv41.train.schedule import TrainingSchedule
 
 # Steps whose numbers are not waited for: the device has work while the host looks at older ones.
 _BEHIND = 2
+# Steps between looks at the time in a job of several processes: they have to agree, which waits for the devices.
+_LOOKS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,8 +72,8 @@ class RunParts:
       evaluate: state -> numbers on the host of held-out text; None: nothing is evaluated.
       schedule: of the learning rate and the length of the run.
       batches: of the run.
-      checkpoints: of its directory.
-      curves, held_out: rows of steps, and of evaluations.
+      checkpoints: in its directory.
+      curves, held_out: rows of steps, and of evaluations; None: another process writes them.
       identity: JSON values that a checkpoint must share for the run to go on from it.
     """
 
@@ -79,8 +83,8 @@ class RunParts:
     schedule: TrainingSchedule
     batches: TrainingBatches
     checkpoints: Checkpoints
-    curves: Curves
-    held_out: Curves
+    curves: Curves | None
+    held_out: Curves | None
     identity: Mapping[str, Any]
 
 
@@ -112,7 +116,8 @@ def resume(parts: RunParts, state: Any) -> tuple[Any, Progress]:
         at = Progress(found.step, found.record["tokens"])
         parts.batches.restore(found.record["data"])
     for curves in (parts.curves, parts.held_out):
-        curves.truncate(at.step)
+        if curves is not None:
+            curves.truncate(at.step)
     return (state if found is None else found.state), at
 
 
@@ -139,7 +144,7 @@ def run_steps(
     Args:
       parts: of the run.
       state: to begin with; it is given up.
-      begin: where it stands.
+      begin: where it stands; if that is not the beginning, its checkpoint is there.
       options: when what is done.
       report: is told every row of the curves.
 
@@ -150,10 +155,10 @@ def run_steps(
       TrainingStopped: a step went wrong; its batch has been saved, and the last checkpoint is as it was.
       DSV41Error: something cannot be written.
     """
-    loop = _Loop(parts, options, report)
+    loop = _Loop(parts, options, report, parts.checkpoints.record(begin.step) if begin.step else {})
     end = parts.schedule.steps if options.steps is None else min(parts.schedule.steps, begin.step + options.steps)
     at, until = begin, None if options.seconds is None else time.monotonic() + options.seconds
-    while at.step < end and (until is None or time.monotonic() < until):
+    while at.step < end and not _is_over(until, at.step - begin.step):
         pack = next(parts.batches)
         at = Progress(at.step + 1, at.tokens + parts.schedule.batch_tokens)
         rate = parts.schedule.rate(min(at.tokens, parts.schedule.total))
@@ -169,18 +174,33 @@ def run_steps(
     return state, at
 
 
+def _is_over(until: float | None, steps: int) -> bool:
+    """Whether the time is up, after so many steps; the same in all processes."""
+    if until is None:
+        return False
+    over = time.monotonic() >= until
+    if jax.process_count() == 1:
+        return over
+    return steps % _LOOKS == 0 and bool(multihost_utils.broadcast_one_to_all(np.asarray(over)))
+
+
 def _due(step: int, every: int) -> bool:
     return bool(every) and step % every == 0
 
 
 class _Loop:
-    """What a run keeps between steps."""
+    """What a run keeps between steps.
 
-    def __init__(self, parts: RunParts, options: LoopOptions, report):
+    Args:
+      parts, options, report: of `run_steps`.
+      record: of the checkpoint that the run goes on from.
+    """
+
+    def __init__(self, parts: RunParts, options: LoopOptions, report, record: Mapping[str, Any]):
         self.parts, self.options, self.report = parts, options, report
         self.pending: collections.deque[_Pending] = collections.deque()
-        self.norms: list[float] = []
-        self.evaluated: dict[str, float] = {}
+        self.norms: list[float] = record.get("norms", [])
+        self.evaluated: dict[str, float] = record.get("held_out", {})
         self.data: dict[str, Any] = parts.batches.state()
         self._clock: tuple[float, int] | None = None
 
@@ -190,7 +210,7 @@ class _Loop:
             done = self.pending.popleft()
             numbers = {name: float(value) for name, value in jax.device_get(done.metrics).items()}
             self.norms = check_step(
-                self.parts.curves.path.parent, done.at.step, numbers, done.pack, tokens=done.at.tokens,
+                self.parts.checkpoints.folder.parent, done.at.step, numbers, done.pack, tokens=done.at.tokens,
                 rows=self.data, norms=self.norms, limits=self.options.guards,
             )  # fmt: skip
             self.data = done.data
@@ -206,7 +226,8 @@ class _Loop:
             then, tokens = self._clock
             rate = (at.tokens - tokens) / (now - then)
         self._clock = (now, at.tokens)
-        self.parts.curves.append(at.step, at.tokens, numbers | {"tokens_per_second": rate})
+        if self.parts.curves is not None:
+            self.parts.curves.append(at.step, at.tokens, numbers | {"tokens_per_second": rate})
         self.report(at, numbers | {"tokens_per_second": rate} | self.evaluated)
 
     def between(self, state: Any, at: Progress) -> None:
@@ -222,13 +243,15 @@ class _Loop:
     def evaluate(self, state: Any, at: Progress) -> None:
         if self.parts.evaluate is not None:
             self.evaluated = self.parts.evaluate(state)
-            self.parts.held_out.append(at.step, at.tokens, self.evaluated)
+            if self.parts.held_out is not None:
+                self.parts.held_out.append(at.step, at.tokens, self.evaluated)
             self.report(at, self.evaluated)
             self._clock = None
 
     def save(self, state: Any, at: Progress) -> None:
         record = {"identity": dict(self.parts.identity), "tokens": at.tokens, "data": self.data}
-        self.parts.checkpoints.save(at.step, state, record | {"held_out": self.evaluated})
+        record |= {"norms": self.norms, "held_out": self.evaluated}
+        self.parts.checkpoints.save(at.step, state, record)
         self._clock = None
 
 

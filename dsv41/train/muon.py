@@ -90,7 +90,9 @@ def orthogonalize(
         rows, cols = matrix.shape[-2] // count, matrix.shape[-1]
         stack = matrix.reshape(-1, rows, cols)
         stack = stack.swapaxes(1, 2) if rows > cols else stack
-        part = _part_with_room(stacks, stack)
+        # What divides among the devices stays by itself: experts that are spread already are not moved.
+        alone = spread is not None and stack.shape[0] % spread.num_devices == 0
+        part = -1 - i if alone else _part_with_room(stacks, stack)
         stacks.setdefault((*stack.shape[1:], part), []).append((i, stack))
     out: list[Any] = [None] * len(matrices)
     for (_, longer, _), members in stacks.items():

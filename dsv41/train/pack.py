@@ -16,6 +16,7 @@ import numpy as np
 from dsv41.config import DSV41Error, ModelConfig, layer_schedule
 from dsv41.ops.engram_hash import BEFORE_START, EngramHashSpec, row_ids
 from dsv41.ops.rope import layer_frequencies, rope_table
+from dsv41.train.row_spread import RowSpread
 
 
 @jax.tree_util.register_dataclass
@@ -33,6 +34,8 @@ class PackedBatch:
     window_floor: jax.Array
     engram_rows: jax.Array | None  # int32 [B, T, Engram layers, orders * heads]
     image_embeds: jax.Array | None = None  # bfloat16 [B, T, D] where image_mask is set; None: embedded as words
+    # Not None inside of `jax.shard_map`: these rows are a part of a batch, and what is counted is the whole one's.
+    spread: RowSpread | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def valid(self) -> jax.Array:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from dsv41.ops.selection import SelectionSizes
 from dsv41.train.pack import PackedBatch
+from dsv41.train.row_spread import RowSpread
 from pallas_kernels.indexer import ops as indexer
 from pallas_kernels.tiling import map_query_tiles, query_tile
 
@@ -98,13 +99,20 @@ def _in_blocks(candidates: jax.Array, blocks: int, size: int) -> jax.Array:
     return jnp.repeat(known, size, axis=-1)
 
 
-def explore(key: jax.Array, selected: jax.Array, visible: Visible, count: int) -> jax.Array:
+def explore(
+    key: jax.Array, selected: jax.Array, visible: Visible, count: int, spread: RowSpread | None = None
+) -> jax.Array:
     """The selection with up to `count` more entries of each query, drawn from those that it sees.
 
-    An indexer that learns from what it selects alone is never told about the rest (training.md section 4.2).
+    An indexer that learns from what it selects alone is never told about the rest (training.md section 4.2). With
+    `spread` a row's entries are those that it would have on one device.
     """
     first, last = (x[..., None] for x in visible)
-    drawn = jax.random.uniform(key, (*selected.shape[:2], count))
+    rows, *rest = (*selected.shape[:2], count)
+    if spread is None:
+        drawn = jax.random.uniform(key, (rows, *rest))
+    else:
+        drawn = spread.own(jax.random.uniform(key, (rows * spread.devices, *rest)))
     drawn = first + (drawn * (last - first)).astype(jnp.int32)
     drawn = jnp.sort(jnp.minimum(drawn, last - 1), axis=-1)
     again = jnp.concatenate([jnp.zeros_like(drawn[..., :1], bool), drawn[..., 1:] == drawn[..., :-1]], axis=-1)

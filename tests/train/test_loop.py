@@ -212,3 +212,16 @@ def test_gradients_that_run_away(tmp_path):
     spikes = {step: {"grad_norm": jnp.float32(9.0 if step in (7, 9, 10) else 1.0)} for step in range(1, STEPS + 1)}
     with pytest.raises(TrainingStopped, match="step 10: grad_norm is 9, expected at most 4 once in 2 steps"):
         go(parts(tmp_path / "run", bad=spikes.get), options)
+
+
+def test_a_continued_run_knows_what_came_before(tmp_path):
+    """The gradient norms before the checkpoint count in the median, and its evaluation is shown until the next one."""
+    options = dataclasses.replace(OPTIONS, guards=GuardLimits(spike=4, spike_steps=2, window=4), steps=5)
+    calm, shown = {"grad_norm": jnp.float32(1.0)}, []
+    go(parts(tmp_path / "run", bad=lambda step: calm), options)
+    run = parts(tmp_path / "run", bad=lambda step: {"grad_norm": jnp.float32(9.0)} if step > 1 else calm)
+    state, at = resume(run, begin())
+    with pytest.raises(TrainingStopped, match="step 8: grad_norm is 9, expected at most 4 once in 2 steps"):
+        run_steps(run, state, at, options, report=lambda at, numbers: shown.append((at.step, numbers.get("lm_loss"))))
+    evaluated = run.checkpoints.record(5)["held_out"]["lm_loss"]
+    assert shown[0] == (6, evaluated)
