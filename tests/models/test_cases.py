@@ -1,4 +1,4 @@
-"""Published faults of such systems, on the whole tiny model or its parts (numbers of the cases in the names)."""
+"""Published faults of such systems, on a whole model or its parts (numbers of the cases in the names)."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ from pallas_kernels.fixed_order import contract
 from pallas_kernels.hyper_connection import ops as mhc
 from pallas_kernels.norms import rms_norm
 from tests.golden import expected
-from tests.models_for_tests import tiny_model
+from tests.models_for_tests import small_model, tiny_model
 
 LENGTH = 53
 
@@ -42,19 +42,19 @@ def test_n3_each_sublayer_is_collapsed_by_the_previous_mix():
 
 def test_n3_the_model_passes_the_mix_on():
     """In the whole model, block n starts from the mix that block n - 1's MoE predicted, the first from stream 0."""
-    model, ids = tiny_model(), expected("tiny_text")["input_ids"][:, :LENGTH]
+    model, ids = small_model(), expected("tiny_text")["input_ids"][:, :LENGTH]
     _, _, aux = model.forward(
         model.make_batch(ids), model.init_cache(2, 128), logits="all", capture=("streams", "outputs", "choices")
     )
     np.testing.assert_array_equal(aux["pre_in.0"][0, 0], [1, 0, 0, 0])
-    for n in range(1, 12):
+    for n in range(1, 7):
         np.testing.assert_array_equal(aux[f"pre_in.{n}"], aux[f"pre_out.{n - 1}"])
 
 
 @pytest.mark.parametrize("factor", [1e-6, 1.0, 1e6])
 def test_n4_n5_any_magnitude_is_finite(factor):
     """Embeddings times 1e-6, 1 and 1e6 (residuals of 2e6 are real): finite logits, bfloat16 streams hold the range."""
-    model, ids = tiny_model(), expected("tiny_text")["input_ids"][:, :LENGTH]
+    model, ids = small_model(), expected("tiny_text")["input_ids"][:, :LENGTH]
     table = np.asarray(model.params["embed"]["weight"], np.float32) * factor
     table[int(ids[0, 0])] = 0  # one token without any signal at all
     table[int(ids[0, 1]), 3] = 3e5 * factor
@@ -66,7 +66,7 @@ def test_n4_n5_any_magnitude_is_finite(factor):
     for name, value in aux.items():
         assert np.isfinite(np.asarray(value, np.float32)[:, :LENGTH]).all(), name
     if factor == 1e6:
-        assert np.abs(np.asarray(aux["block_out.11"], np.float32)).max() > 65_504
+        assert np.abs(np.asarray(aux["block_out.6"], np.float32)).max() > 65_504
 
 
 @pytest.mark.parametrize("factor", [1e-6, 1.0, 1e6])
