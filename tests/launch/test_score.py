@@ -13,11 +13,12 @@ from safetensors.numpy import load_file, save_file
 
 from launch import score
 from launch.cli import run
+from tests.checkpoint_files import three_layers
 from tests.golden import DATA, expected
 
 ROOT = pathlib.Path(__file__).parents[2]
 TINY = f"--checkpoint={DATA / 'tiny_text'}"
-MODEL = (TINY, "--set=text_config.max_position_embeddings=4096")
+LONG = "--set=text_config.max_position_embeddings=4096"
 
 
 def start(*arguments):
@@ -31,27 +32,34 @@ def files(tmp_path):
     return f"--tokens={tmp_path / 'tokens.safetensors'}", f"--out={tmp_path / 'out.safetensors'}"
 
 
+def few():
+    """Three layers, for what has no golden numbers."""
+    return f"--checkpoint={three_layers()}", LONG
+
+
 def out_of(files):
     return load_file(files[1].removeprefix("--out="))
 
 
 def test_golden_logits(capsys, files):
     """Free run: mean 0.06 as in the golden README."""
-    assert start(*MODEL, *files, "--json") == 0
+    assert start(TINY, LONG, *files, "--json") == 0
     out, err = capsys.readouterr()
     assert out.count("\n") == 1 and err == ""
     report = json.loads(out)
     found = out_of(files)
     assert list(found) == ["logits"] and found["logits"].dtype == np.float32
-    error = np.abs(found["logits"] - expected("tiny_text")["prefill.logits"])
+    golden = expected("tiny_text")
+    error = np.abs(found["logits"] - golden["prefill.logits"])
     assert error.mean() < 0.06 and error.max() < 1
+    np.testing.assert_array_equal(found["logits"][:, -1].argmax(-1), golden["prefill.next_id"])
     assert report["array"] == "logits" and report["shape"] == [2, 53, 512] and report["predictions"] == 104
     assert report["perplexity"] == pytest.approx(math.exp(-report["mean_logprob"]))
     assert report["timings"]["load_s"] > 0 and report["timings"]["score_s"] > 0
 
 
 def test_logprobs_only(capsys, files):
-    assert start(*MODEL, *files, "--logprobs_only") == 0
+    assert start(*few(), *files, "--logprobs_only") == 0
     out, err = capsys.readouterr()
     found = out_of(files)
     assert list(found) == ["logprobs"] and found["logprobs"].shape == (2, 52)
@@ -61,15 +69,15 @@ def test_logprobs_only(capsys, files):
 
 
 def test_cuts_write_the_same_file(capsys, files):
-    whole = [start(*MODEL, *files), out_of(files)["logits"]]
-    cut = [start(*MODEL, *files, "--chunk=7", "--decode_from=40"), out_of(files)["logits"]]
+    whole = [start(*few(), *files), out_of(files)["logits"]]
+    cut = [start(*few(), *files, "--chunk=7", "--decode_from=40"), out_of(files)["logits"]]
     assert whole[0] == cut[0] == 0
     np.testing.assert_array_equal(whole[1], cut[1])
 
 
 def test_one_token_has_no_perplexity(capsys, files):
     save_file({"tokens": np.zeros((2, 1), np.int64)}, files[0].removeprefix("--tokens="))
-    assert start(*MODEL, *files, "--json") == 0
+    assert start(*few(), *files, "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert report["perplexity"] is None and report["mean_logprob"] is None and report["shape"] == [2, 1, 512]
 
