@@ -40,6 +40,7 @@ from dsv41.sharding.placement import place
 from dsv41.sharding.processes import is_first_process
 from dsv41.train import make_optimizer
 from dsv41.train.attention import AttentionOptions
+from dsv41.train.corpus import Corpus
 from dsv41.train.data import BatchOptions, TrainingBatches
 from dsv41.train.forward import ForwardOptions, train_forward
 from dsv41.train.initial import initial_masters
@@ -49,8 +50,10 @@ from dsv41.train.optimizer import OptimizerConfig
 from dsv41.train.pack import rope_tables
 from dsv41.train.placement import Placement, check_axes
 from dsv41.train.row_spread import total
+from dsv41.train.schedule import TrainingSchedule
+from dsv41.train.stages import StagedBatches
 from dsv41.train.step import StepOptions, check_rows, init_state, make_train_step
-from dsv41.train.texts import TextOptions, held_out_rows, training_rows
+from dsv41.train.texts import TextOptions, held_out_rows, training_documents, training_rows
 from dsv41.train.tokenizer import tokenizer_hash, tokenizer_json
 from launch.cli import new_flags, run
 from launch.load_model import ModelFlags
@@ -88,6 +91,18 @@ _NEEDLES = flags.DEFINE_float(
 _REPEAT = flags.DEFINE_integer(
     "repeat", 1, "How often an epoch has each document that is not of a package.", flag_values=FLAGS
 )
+_SHORT_LENGTH = flags.DEFINE_integer(
+    "short_length",
+    None,
+    "Tokens of a row in the first part of the run; a batch then has as many more rows. What attends to everything "
+    "within reach learns to look back sooner.",
+    lower_bound=1,
+    flag_values=FLAGS,
+)
+_SHORT_UNTIL = flags.DEFINE_float(
+    "short_until", 0.5, "Share of the tokens after which rows have --length.", lower_bound=0, upper_bound=1,
+    flag_values=FLAGS,
+)  # fmt: skip
 _OPTIMIZER = flags.DEFINE_string(
     "optimizer", None, 'JSON object of fields of OptimizerConfig, such as {"clip_norm": null}.', flag_values=FLAGS
 )
@@ -96,24 +111,21 @@ _OPTIMIZER = flags.DEFINE_string(
 def main() -> None:
     _MESH.start()
     folder = _RUN.folder()
-    config, schedule, options = _MODEL.config(), _RUN.schedule(), StepOptions(micro_batches=_MICRO_BATCHES.value)
+    config, schedule, options = _MODEL.config(), _schedule(), StepOptions(micro_batches=_MICRO_BATCHES.value)
     if config.vision_config is not None:
         config = dataclasses.replace(config, vision_config=None)  # the tower is trained by itself
     tokenizer = _tokenizer()
     token_map = _token_map(config, tokenizer)
-    check_rows(FLAGS.rows, options, _devices())
+    for length in {schedule.sequence, schedule.long_sequence}:
+        check_rows(schedule.batch_tokens // length, options, _devices())
     optimizer_config = _optimizer_config()
     _MODEL.start_device()
     corpus = _TEXT.corpus()
     if is_first_process():
         print(f"{len(corpus.documents):,} documents of {corpus.source}", file=sys.stderr)
-    text = TextOptions(
-        length=FLAGS.length, seed=FLAGS.seed, repeat=_REPEAT.value, needles=_NEEDLES.value, tokens=schedule.total
-    )
-    source = training_rows(corpus, tokenizer, config, text)
-    identity = _identity(config, tokenizer, source.fingerprint, optimizer_config, schedule)
+    batches, text = _batches(config, corpus, tokenizer, token_map, schedule)
+    identity = _identity(config, tokenizer, text, optimizer_config, schedule)
     check_same_input(folder=str(folder.absolute()).encode(), identity=json.dumps(identity).encode())
-    reads = BatchOptions(rows=FLAGS.rows, process=jax.process_index(), processes=jax.process_count())
     masters, placement = _masters(config, _MESH.mesh() if _devices() > 1 else None)
     optimizer = make_optimizer(
         config, masters, optimizer_config, spread=None if placement is None else placement.matrices
@@ -125,7 +137,7 @@ def main() -> None:
         place=jax.device_put if placement is None else placement.batch,
         evaluate=_evaluation(config, corpus, tokenizer, token_map, rope, placement),
         schedule=schedule,
-        batches=TrainingBatches(source, reads, token_map=token_map),
+        batches=batches,
         checkpoints=_RUN.checkpoints(),
         **dict(zip(("curves", "held_out"), _RUN.curves(), strict=True)),
         identity=identity,
@@ -134,9 +146,41 @@ def main() -> None:
     if is_first_process():
         write_file(folder / "config.json", f"{json.dumps(config_to_dict(config), indent=1)}\n".encode())
         write_file(folder / "tokenizer.json", tokenizer_json(tokenizer))
-        epoch_tokens = len(source.epoch(0)) * FLAGS.length
-        write_record(folder, config, identity, {"corpus": corpus.describe(), "epoch_tokens": epoch_tokens})
+        write_record(folder, config, identity, {"corpus": corpus.describe()})
     train_and_report(folder, parts, state, begin, _RUN.loop(), verbose=FLAGS.verbose)
+
+
+def _schedule() -> TrainingSchedule:
+    schedule = _RUN.schedule()
+    if _SHORT_LENGTH.value is None:
+        return schedule
+    if not _SHORT_LENGTH.value < FLAGS.length:
+        raise DSV41Error(f"--short_length: expected fewer than --length={FLAGS.length}, got {_SHORT_LENGTH.value}")
+    until = round(_SHORT_UNTIL.value * schedule.total)
+    return dataclasses.replace(schedule, sequence=_SHORT_LENGTH.value, long_from=until)
+
+
+def _batches(config: ModelConfig, corpus: Corpus, tokenizer: Tokenizer, token_map, schedule: TrainingSchedule):
+    """The batches of this process, and a hash of what they are made of."""
+    documents = training_documents(corpus, tokenizer, _REPEAT.value)
+    short = min(schedule.long_from // schedule.batch_tokens, schedule.steps)
+    lengths = [(schedule.long_sequence, schedule.steps)]
+    if schedule.sequence < schedule.long_sequence:
+        lengths = [(schedule.sequence, short), (schedule.long_sequence, schedule.steps - short)]
+    stages, hashes = [], []
+    for length, steps in lengths:
+        text = TextOptions(
+            length=length, seed=FLAGS.seed, repeat=_REPEAT.value, needles=_NEEDLES.value,
+            tokens=steps * schedule.batch_tokens,
+        )  # fmt: skip
+        source = training_rows(corpus, tokenizer, config, text, documents)
+        rows = schedule.batch_tokens // length
+        reads = BatchOptions(rows=rows, process=jax.process_index(), processes=jax.process_count())
+        stages.append(TrainingBatches(source, reads, token_map=token_map))
+        hashes.append(source.fingerprint)
+    if len(stages) == 1:
+        return stages[0], hashes[0]
+    return StagedBatches(stages, [short]), "-".join(hashes)
 
 
 def _devices() -> int:

@@ -20,6 +20,7 @@ from dsv41.train.data import TrainingBatches
 from dsv41.train.guards import GuardLimits, check_step
 from dsv41.train.pack import PackedBatch
 from dsv41.train.schedule import TrainingSchedule
+from dsv41.train.stages import StagedBatches
 
 # Steps whose numbers are not waited for: the device has work while the host looks at older ones.
 _BEHIND = 2
@@ -81,7 +82,7 @@ class RunParts:
     place: Callable[[PackedBatch], PackedBatch]
     evaluate: Callable[[Any], dict[str, float]] | None
     schedule: TrainingSchedule
-    batches: TrainingBatches
+    batches: TrainingBatches | StagedBatches
     checkpoints: Checkpoints
     curves: Curves | None
     held_out: Curves | None

@@ -74,7 +74,7 @@ def needle_document(
       filler: texts that whole lines are taken from.
       tokens: length that it comes close to from below.
       tokenizer: counts tokens.
-      depths: where each fact is, as a share of the filler; None: one or more facts anywhere, up to 32 in a long one.
+      depths: where each fact is, as a share of the filler; None: one or more facts anywhere, as many as fit, up to 32.
         Each has another name, and all are asked in a random order.
 
     Raises:
@@ -82,15 +82,20 @@ def needle_document(
     """
     if not any(filler):
         raise DSV41Error("needles: there is no text to put them into")
-    if depths is None:
+    drawn = depths is None
+    if drawn:
         depths = rng.random(rng.integers(1, min(_MOST_FACTS, 1 + tokens // _TOKENS_A_FACT) + 1)).tolist()
     if not 1 <= len(depths) <= len(NAMES):
         raise DSV41Error(f"needles: expected 1 to {len(NAMES)} facts, got {len(depths)}")
     if not all(0 <= depth <= 1 for depth in depths):
         raise DSV41Error(f"needles: expected depths in [0, 1], got {list(depths)}")
     stated = [_fact(rng, name) for name in rng.choice(NAMES, len(depths), replace=False)]
-    order = [int(i) for i in rng.permutation(len(depths))]
-    least = len(encode_text(tokenizer, _assemble([], stated, depths, order).text))
+    while True:
+        order = [int(i) for i in rng.permutation(len(depths))]
+        least = len(encode_text(tokenizer, _assemble([], stated, depths, order).text))
+        if least <= tokens or not drawn or len(depths) == 1:
+            break
+        depths, stated = depths[:-1], stated[:-1]
     lines = _filler_lines(rng, filler, tokens - least, tokenizer)
     while True:
         document = _assemble(lines, stated, depths, order)

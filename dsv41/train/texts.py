@@ -44,15 +44,31 @@ class TextOptions:
             raise DSV41Error(f"needles: expected a share in [0, 1), got {self.needles}")
 
 
-def training_rows(corpus: Corpus, tokenizer: Tokenizer, config: ModelConfig, options: TextOptions) -> RowSource:
+def training_documents(corpus: Corpus, tokenizer: Tokenizer, repeat: int = 1) -> list[np.ndarray]:
+    """int32 [n] token ids of each training document, `repeat` times of those that are not of a package."""
+    own = [d for d in corpus.train if not d.name.startswith(FOLDER)]
+    packages = [d for d in corpus.train if d.name.startswith(FOLDER)]
+    return tokenize(own, tokenizer) * repeat + tokenize(packages, tokenizer)
+
+
+def training_rows(
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    config: ModelConfig,
+    options: TextOptions,
+    documents: list[np.ndarray] | None = None,
+) -> RowSource:
     """Rows of the corpus's training part and of needle documents.
+
+    Args:
+      corpus, tokenizer, config: what rows are made of, and for.
+      options: what an epoch consists of.
+      documents: of `training_documents`, if they are there already.
 
     Raises:
       DSV41Error: a row is too short for needle documents, or as `RowSource` and `needle_documents`.
     """
-    own = [d for d in corpus.train if not d.name.startswith(FOLDER)]
-    packages = [d for d in corpus.train if d.name.startswith(FOLDER)]
-    documents = tokenize(own, tokenizer) * options.repeat + tokenize(packages, tokenizer)
+    documents = training_documents(corpus, tokenizer, options.repeat) if documents is None else documents
     changing = _needles(corpus, tokenizer, sum(map(len, documents)), options)
     return RowSource(documents, config, length=options.length, seed=options.seed, changing=changing)
 

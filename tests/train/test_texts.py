@@ -103,7 +103,7 @@ def test_what_rows_depend_on(tokenizer):
         ({"repeat": 0}, "repeat: expected at least 1, got 0"),
         ({"needles": 1.0}, r"needles: expected a share in \[0, 1\), got 1.0"),
         ({"needles": -0.1}, "needles"),
-        ({"needles": 0.1, "length": 256}, "rows of 256 tokens are too short for them, expected 264 or more"),
+        ({"needles": 0.1, "length": 128}, "rows of 128 tokens are too short for them, expected 164 or more"),
     ],
 )
 def test_what_is_refused(tokenizer, options, message):
