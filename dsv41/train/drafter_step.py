@@ -26,10 +26,9 @@ from dsv41.train.drafter_loss import (
     weighted_sums,
 )
 from dsv41.train.forward import ForwardOptions, run_layers, train_forward
-from dsv41.train.labels import Label, labels_of
 from dsv41.train.pack import PackedBatch
 from dsv41.train.router_balance import Loads, update_biases
-from dsv41.train.step import TrainState, imbalance
+from dsv41.train.step import TrainState, apply_gradients, imbalance
 
 Rope = tuple[jax.Array, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -228,30 +227,6 @@ def make_alongside_step(
 def split_masters(masters: Params) -> tuple[Params, Params]:
     """The masters of the backbone, and those of the drafter, {"mtp": stages}."""
     return {name: x for name, x in masters.items() if name != "mtp"}, {"mtp": masters["mtp"]}
-
-
-def apply_gradients(
-    state: TrainState,
-    key: jax.Array,
-    loss: jax.Array,
-    gradients: Params,
-    optimizer: optax.GradientTransformationExtraArgs,
-    learning_rate: jax.Array,
-    move_biases: Callable[[Params], Params],
-) -> tuple[TrainState, Metrics]:
-    """The state after a step, with `key` for those to come; as before where loss or gradient is not a number.
-
-    Also grad_norm of what the optimiser may change, and finite, float32 [].
-    """
-    with jax.named_scope("optimizer"):
-        labels = labels_of(state.masters)
-        norm = optax.tree.norm(jax.tree.map(lambda g, label: g * (label is not Label.FROZEN), gradients, labels))
-        updates, changed = optimizer.update(gradients, state.optimizer, state.masters, learning_rate=learning_rate)
-        masters = move_biases(optax.apply_updates(state.masters, updates))
-        finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-        new, old = (masters, changed), (state.masters, state.optimizer)
-        masters, changed = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
-    return TrainState(masters, changed, key), {"grad_norm": norm, "finite": finite.astype(jnp.float32)}
 
 
 def move_draft_biases(masters: Params, loads: jax.Array, speed: float | None) -> Params:

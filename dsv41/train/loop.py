@@ -229,7 +229,8 @@ class _Loop:
         self._clock = (now, at.tokens)
         if self.parts.curves is not None:
             self.parts.curves.append(at.step, at.tokens, numbers | {"tokens_per_second": rate})
-        self.report(at, numbers | {"tokens_per_second": rate} | self.evaluated)
+        held_out = {f"held_out_{name}": value for name, value in self.evaluated.items()}
+        self.report(at, numbers | {"tokens_per_second": rate} | held_out)
 
     def between(self, state: Any, at: Progress) -> None:
         """Evaluates and saves if it is time to."""

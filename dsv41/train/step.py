@@ -167,7 +167,7 @@ def apply_gradients(
     with jax.named_scope("optimizer"):
         labels = labels_of(state.masters)
         learnt = jax.tree.map(lambda g, label: g * (label is not Label.FROZEN), gradients, labels)
-        norm = optax.global_norm(learnt)
+        norm = optax.tree.norm(learnt)
         updates, changed = optimizer.update(gradients, state.optimizer, state.masters, learning_rate=learning_rate)
         masters = move_biases(optax.apply_updates(state.masters, updates))
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)

@@ -15,7 +15,6 @@ from dsv41.train.drafter_optimizer import DrafterRule, make_drafter_optimizer
 from dsv41.train.drafter_step import (
     Features,
     alongside_loss,
-    apply_gradients,
     drafter_loss,
     make_alongside_step,
     make_drafter_evaluation,
@@ -25,7 +24,7 @@ from dsv41.train.drafter_step import (
 from dsv41.train.forward import ForwardOptions, train_forward
 from dsv41.train.initial import initial_drafter_masters, initial_masters
 from dsv41.train.pack import Document
-from dsv41.train.step import TrainState, init_state
+from dsv41.train.step import TrainState, apply_gradients, init_state
 from tests.models_for_tests import small_model
 from tests.train import drafters, packs
 

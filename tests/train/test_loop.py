@@ -222,6 +222,8 @@ def test_a_continued_run_knows_what_came_before(tmp_path):
     run = parts(tmp_path / "run", bad=lambda step: {"grad_norm": jnp.float32(9.0)} if step > 1 else calm)
     state, at = resume(run, begin())
     with pytest.raises(TrainingStopped, match="step 8: grad_norm is 9, expected at most 4 once in 2 steps"):
-        run_steps(run, state, at, options, report=lambda at, numbers: shown.append((at.step, numbers.get("lm_loss"))))
+        run_steps(
+            run, state, at, options, report=lambda at, numbers: shown.append((at.step, numbers.get("held_out_lm_loss")))
+        )
     evaluated = run.checkpoints.record(5)["held_out"]["lm_loss"]
     assert shown[0] == (6, evaluated)
