@@ -32,6 +32,7 @@ def test_there_are_notebooks():
 def test_runs(path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("MPLBACKEND", "agg")
+    monkeypatch.setenv("TRAIN_SECONDS", "5")  # instead of a minute for each training; compiling takes longer anyway
     notebook = nbformat.read(path, as_version=4)
     nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(path.parent)}}).execute()
 
