@@ -69,6 +69,7 @@ def test_sampling_repeats_and_depends_on_the_seed():
     assert all(a != b for a, b in zip(ids(one), ids(other), strict=True))
 
 
+@pytest.mark.slow
 def test_a_draw_does_not_depend_on_the_other_rows():
     together = run(sampling=WARM)
     mixed = run(

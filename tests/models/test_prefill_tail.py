@@ -120,6 +120,7 @@ def test_chunks(sizes):
 # Golden data
 
 
+@pytest.mark.slow
 def test_golden_replay_from_the_encoder_output():
     """The decoder alone, from golden streams: the sharp comparison of the golden README (0.005 and 0.023 there)."""
     model, g, r = tiny_model(), expected("tiny_text"), replay()
@@ -145,6 +146,7 @@ def test_golden_replay_from_the_encoder_output():
     assert mean[0] < 0.01 and mean[1] < 0.04
 
 
+@pytest.mark.slow
 def test_golden_replay_from_tokens():
     """The golden README: 0.05 from tokens; the decode steps follow from the rings that the tail has filled."""
     model, g, r = tiny_model(), expected("tiny_text"), replay()

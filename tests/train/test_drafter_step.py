@@ -105,6 +105,7 @@ def test_a_step_without_numbers_changes_nothing():
     assert after.key != state.key
 
 
+@pytest.mark.slow
 def test_adamw_leaves_the_routing_biases():
     masters = initial_drafter_masters(small_model().config)
     chosen = make_drafter_optimizer(small_model().config, masters, DrafterRule.ADAMW)
@@ -115,6 +116,7 @@ def test_adamw_leaves_the_routing_biases():
         np.testing.assert_allclose(u, np.full(u.shape, expected), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_biases_stay_when_a_drafter_is_tuned():
     masters, loads = initial_drafter_masters(small_model().config), jnp.arange(8)[None]
     assert move_draft_biases(masters, loads, None) is masters
