@@ -110,3 +110,17 @@ def overrides(settings: list[str]) -> dict[str, str]:
         if not equals:
             raise DSV41Error(f"--set: expected key=value, got {key + value!r}")
     return {key: value for key, _, value in pairs}
+
+
+def make_directory(flag: str, path: str) -> pathlib.Path:
+    """The directory that a flag names, made if it is missing.
+
+    Raises:
+      DSV41Error: it cannot be made.
+    """
+    directory = pathlib.Path(path)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise DSV41Error(f"--{flag}: cannot make the directory {directory} ({e.strerror or e})") from e
+    return directory

@@ -36,7 +36,7 @@ from absl import flags
 
 from dsv41.checkpoint import parameter_counts
 from dsv41.config import DSV41Error, ModelConfig
-from dsv41.config.atomic_file import write_file
+from dsv41.config.atomic_file import write_file, write_json
 from dsv41.engine import Speculation, check_prompts
 from dsv41.evals import CHUNK
 from dsv41.evals.acceptance import code_prompts, measure_acceptance
@@ -49,7 +49,7 @@ from dsv41.train.corpus import Corpus, standard_library
 from dsv41.train.corpus_file import read_corpus
 from dsv41.train.curves import FILE as CURVES
 from dsv41.train.curves import read_curves
-from launch.cli import new_flags, run
+from launch.cli import make_directory, new_flags, run
 from launch.load_model import ModelFlags, progress_bar
 from launch.plots import PlotFlag
 from launch.training_flags import HELD_OUT_CURVES
@@ -309,11 +309,7 @@ def main() -> None:
     records, corpus = [_record(pathlib.Path(folder)) for folder in _RUN.value], _corpus()
     if _PLOT.given and not {"needle", "acceptance"} & set(parts):
         raise DSV41Error("--plot: shows the parts needle and acceptance, and neither is measured")
-    out = pathlib.Path(_OUT.value)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise DSV41Error(f"--out: cannot make the directory {out} ({e.strerror})") from e
+    out = make_directory("out", _OUT.value)
     _PLOT.check()
     model, load_s = _MODEL.load(drafter="acceptance" in parts)
     results = _described(config, corpus)
@@ -326,7 +322,7 @@ def main() -> None:
                 model, corpus, lambda done, total, task=task, bar=bar: bar.update(task, completed=done, total=total)
             )
         results["seconds"][part] = time.perf_counter() - started
-        write_file(out / RESULTS, f"{json.dumps(results, indent=1)}\n".encode())
+        write_json(out / RESULTS, results)
     if _PLOT.given:
         _draw(results)
         results["picture"] = os.path.relpath(FLAGS.plot, out)

@@ -39,7 +39,7 @@ from dsv41.checkpoint.token_map import load_tokenizer
 from dsv41.config import DSV41Error, ModelConfig, load_config
 from dsv41.engine.confidence_calibration import load_temperatures
 from dsv41.models import Params
-from dsv41.train.checkpoints import Checkpoints
+from dsv41.train.checkpoints import CHECKPOINTS, Checkpoints
 from dsv41.train.export import SHARD_BYTES, write_checkpoint
 from dsv41.train.tokenizer import tokenizer_hash
 from launch.cli import new_flags, run
@@ -91,14 +91,12 @@ class _Saved(NamedTuple):
     weights: _Weights
 
 
-def _saved(directory: str, step: int | None, flag: str) -> _Saved:
+def _saved(directory: str, step: int | None) -> _Saved:
     """The masters of a run; nothing of them is read yet."""
     path = pathlib.Path(directory)
     config = load_config(path / "config.json")
-    with Checkpoints(path / "checkpoints", read_only=True) as checkpoints:
-        step = checkpoints.latest() if step is None else step
-        if step is None:
-            raise DSV41Error(f"--{flag}: {checkpoints.folder}: there is no checkpoint yet")
+    with Checkpoints(path / CHECKPOINTS, read_only=True) as checkpoints:
+        step = checkpoints.chosen(step)
         arrays = checkpoints.arrays(step)
     parts: dict[str, Params] = {"backbone": {}, "drafter": {}, "vision": {}}
     for name, array in arrays.items():
@@ -206,12 +204,12 @@ def _with_drafter_of(model: _Saved, trained: _Saved) -> _Saved:
 def main() -> None:
     _check_flags()
     if _RUN.value is not None:
-        model = _saved(_RUN.value, _STEP.value, "run")
+        model = _saved(_RUN.value, _STEP.value)
     else:
         model = _loaded(_CHECKPOINT.value, drafter=_DRAFTER.value and _DRAFTER_RUN.value is None)
     drafter_step = None
     if _DRAFTER_RUN.value is not None:
-        trained = _saved(_DRAFTER_RUN.value, _DRAFTER_STEP.value, "drafter_run")
+        trained = _saved(_DRAFTER_RUN.value, _DRAFTER_STEP.value)
         model, drafter_step = _with_drafter_of(model, trained), trained.step
     drafter = model.weights.drafter if _DRAFTER.value else None
     files = _files(model.config, drafter is not None, _DRAFTER_RUN.value or _RUN.value or _CHECKPOINT.value)

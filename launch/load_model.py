@@ -18,7 +18,7 @@ from dsv41.data import TINY_MODEL
 from dsv41.models import Model
 from dsv41.sharding.agreement import check_same_input
 from dsv41.sharding.processes import is_first_process
-from launch.cli import overrides
+from launch.cli import make_directory, overrides
 from launch.mesh_flags import MeshFlags
 from pallas_kernels.dispatch import kernels
 
@@ -134,10 +134,7 @@ class ModelFlags:
         directory = self._values.compile_cache_dir
         if directory is None:
             return
-        try:
-            pathlib.Path(directory).mkdir(parents=True, exist_ok=True)
-        except OSError as e:
-            raise DSV41Error(f"--compile_cache_dir: cannot make the directory {directory} ({e.strerror})") from e
+        make_directory("compile_cache_dir", directory)
         jax.config.update("jax_compilation_cache_dir", directory)
         # Keep small programs too: together they take as long as the large ones.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

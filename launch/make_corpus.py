@@ -19,31 +19,20 @@ from absl import flags
 
 from dsv41.config import DSV41Error
 from dsv41.config.atomic_file import check_target
-from dsv41.train.corpus import standard_library
-from dsv41.train.corpus_file import text_corpus, write_corpus
-from dsv41.train.package_corpus import with_packages
+from dsv41.train.corpus_file import write_corpus
 from launch.cli import new_flags, run
+from launch.training_flags import SourceFlags
 
 FLAGS = new_flags()
 _OUT = flags.DEFINE_string("out", None, "The file to write.", flag_values=FLAGS)
-_TEXT = flags.DEFINE_multi_string(
-    "text",
-    [],
-    "Your own files instead of the standard library, as a glob; .jsonl files have an object with a string 'text' in "
-    "each line, others are one text each. May be given several times.",
-    flag_values=FLAGS,
-)
-_PACKAGES = flags.DEFINE_bool(
-    "packages", False, "Add the sources of the installed packages that dsv41 needs, for training.", flag_values=FLAGS
-)
+_SOURCES = SourceFlags(FLAGS)
 
 
 def main() -> None:
     if _OUT.value is None:
         raise DSV41Error("--out is required: the file to write")
     check_target(_OUT.value)
-    corpus = text_corpus(_TEXT.value) if _TEXT.value else standard_library()
-    corpus = with_packages(corpus) if _PACKAGES.value else corpus
+    corpus = _SOURCES.corpus()
     write_corpus(_OUT.value, corpus)
     print(json.dumps(corpus.describe(), indent=1))
 

@@ -15,7 +15,7 @@ import sys
 from absl import flags
 
 from dsv41.config import DSV41Error, config_to_dict, load_config
-from dsv41.config.atomic_file import check_target, write_file
+from dsv41.config.atomic_file import check_target, write_file, write_json
 from dsv41.train.corpus import standard_library
 from dsv41.train.tokenizer import VOCAB_SIZE, make_tokenizer, tokenizer_hash, tokenizer_json, with_tokenizer
 from launch.cli import new_flags, run
@@ -46,7 +46,7 @@ def main() -> None:
     fitted = None if config is None else with_tokenizer(config, tokenizer)
     write_file(_OUT.value, tokenizer_json(tokenizer))
     if _OUT_CONFIG.value is not None:
-        write_file(_OUT_CONFIG.value, f"{json.dumps(config_to_dict(fitted), indent=1)}\n".encode())
+        write_json(_OUT_CONFIG.value, config_to_dict(fitted))
     report = {"corpus": corpus.describe(), "vocab_size": vocab_size, "sha256": tokenizer_hash(tokenizer)}
     if fitted is not None and fitted.text_config.engram_layer_ids:
         report["engram_classes"] = fitted.text_config.engram_compressed_vocab_size

@@ -32,7 +32,6 @@ from tokenizers import Tokenizer
 import dsv41
 from dsv41.checkpoint.token_map import check_token_map, engram_token_map, load_tokenizer
 from dsv41.config import DSV41Error, ModelConfig, config_to_dict
-from dsv41.config.atomic_file import write_file
 from dsv41.models import Params
 from dsv41.sharding import devices_along, parse_mesh
 from dsv41.sharding.agreement import check_same_input
@@ -45,7 +44,7 @@ from dsv41.train.data import BatchOptions, TrainingBatches
 from dsv41.train.forward import ForwardOptions, train_forward
 from dsv41.train.initial import initial_masters
 from dsv41.train.loop import RunParts, held_out_means, resume
-from dsv41.train.master_weights import FULL_QAT, NO_QAT, QAT, masters_from
+from dsv41.train.master_weights import masters_from
 from dsv41.train.optimizer import OptimizerConfig
 from dsv41.train.pack import rope_tables
 from dsv41.train.placement import Placement, check_axes
@@ -54,14 +53,12 @@ from dsv41.train.schedule import TrainingSchedule
 from dsv41.train.stages import StagedBatches
 from dsv41.train.step import StepOptions, check_rows, init_state, make_train_step
 from dsv41.train.texts import TextOptions, held_out_rows, training_documents, training_rows
-from dsv41.train.tokenizer import tokenizer_hash, tokenizer_json
+from dsv41.train.tokenizer import tokenizer_hash
 from launch.cli import new_flags, run
 from launch.load_model import ModelFlags
 from launch.mesh_flags import MeshFlags
-from launch.training_flags import RunFlags, TextFlags, write_record
+from launch.training_flags import QATS, RunFlags, TextFlags, write_run
 from launch.training_progress import train_and_report
-
-_QATS = {"full": FULL_QAT, "weights": QAT(main=False), "none": NO_QAT}
 
 FLAGS = new_flags()
 _MODEL = ModelFlags(FLAGS, config=True)
@@ -77,7 +74,7 @@ _MICRO_BATCHES = flags.DEFINE_integer(
 _QAT = flags.DEFINE_enum(
     "qat",
     "full",
-    list(_QATS),
+    list(QATS),
     "full: weights, window KV, compressed KV and index vectors are rounded as when served; weights: not the last two; "
     "none: nothing is.",
     flag_values=FLAGS,
@@ -138,15 +135,12 @@ def main() -> None:
         evaluate=_evaluation(config, corpus, tokenizer, token_map, rope, placement),
         schedule=schedule,
         batches=batches,
-        checkpoints=_RUN.checkpoints(),
-        **dict(zip(("curves", "held_out"), _RUN.curves(), strict=True)),
         identity=identity,
+        **_RUN.outputs(),
     )
     state, begin = resume(parts, state)
     if is_first_process():
-        write_file(folder / "config.json", f"{json.dumps(config_to_dict(config), indent=1)}\n".encode())
-        write_file(folder / "tokenizer.json", tokenizer_json(tokenizer))
-        write_record(folder, config, identity, {"corpus": corpus.describe()})
+        write_run(folder, config, tokenizer, identity, {"corpus": corpus.describe()})
     train_and_report(folder, parts, state, begin, _RUN.loop(), verbose=FLAGS.verbose)
 
 
@@ -202,7 +196,7 @@ def _step(config: ModelConfig, optimizer, options: StepOptions, masters: Params,
     def begin(masters):
         return init_state(masters, optimizer, FLAGS.seed)
 
-    forward = ForwardOptions(attention=AttentionOptions(qat=_QATS[_QAT.value], explored=_EXPLORED.value))
+    forward = ForwardOptions(attention=AttentionOptions(qat=QATS[_QAT.value], explored=_EXPLORED.value))
     step = make_train_step(config, optimizer, forward, options, placement)
     if placement is None:
         compiled = jax.jit(step, donate_argnums=0)
@@ -277,7 +271,7 @@ def _evaluation(config: ModelConfig, corpus, tokenizer: Tokenizer, token_map, ro
         return None
     source = held_out_rows(corpus, tokenizer, config, FLAGS.length)
     count, batch = min(rows, len(source.epoch(0))), min(rows, FLAGS.rows, len(source.epoch(0)))
-    options = ForwardOptions(attention=AttentionOptions(qat=_QATS[_QAT.value], recall=True), rematerialize=False)
+    options = ForwardOptions(attention=AttentionOptions(qat=QATS[_QAT.value], recall=True), rematerialize=False)
 
     def evaluate(masters, pack):
         whole = masters if placement is None else placement.gather(masters)

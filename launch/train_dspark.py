@@ -44,11 +44,11 @@ from tokenizers import Tokenizer
 import dsv41
 from dsv41.checkpoint.load import read_tokenizer
 from dsv41.config import DSV41Error, ModelConfig, config_to_dict
-from dsv41.config.atomic_file import write_file
 from dsv41.engine.confidence_calibration import fit_temperatures, save_temperatures
 from dsv41.models import Params
 from dsv41.train import make_optimizer, training_params_abstract
 from dsv41.train.attention import AttentionOptions
+from dsv41.train.checkpoints import CHECKPOINTS
 from dsv41.train.data import BatchOptions, TrainingBatches
 from dsv41.train.drafter_forward import DrafterOptions
 from dsv41.train.drafter_loss import drafter_metrics
@@ -63,18 +63,17 @@ from dsv41.train.drafter_step import (
 from dsv41.train.forward import ForwardOptions
 from dsv41.train.initial import initial_drafter_masters
 from dsv41.train.loop import RunParts, resume
-from dsv41.train.master_weights import FULL_QAT, NO_QAT, QAT, masters_from
+from dsv41.train.master_weights import masters_from
 from dsv41.train.pack import PackedBatch, rope_tables
-from dsv41.train.saved_masters import CHECKPOINTS, saved_masters
-from dsv41.train.step import TrainState
+from dsv41.train.saved_masters import saved_masters
+from dsv41.train.step import TrainState, init_state
 from dsv41.train.texts import TextOptions, held_out_rows, training_rows
-from dsv41.train.tokenizer import tokenizer_hash, tokenizer_json
+from dsv41.train.tokenizer import tokenizer_hash
 from launch.cli import new_flags, overrides, run
 from launch.load_model import ModelFlags
-from launch.training_flags import RunFlags, TextFlags, write_record
+from launch.training_flags import QATS, RunFlags, TextFlags, write_run
 from launch.training_progress import train_and_report
 
-_QATS = {"full": FULL_QAT, "weights": QAT(main=False), "none": NO_QAT}
 _SCRATCH, _RELEASED = "scratch", "released"
 _TEMPERATURES = "confidence_temperatures.json"
 _BIAS_SPEED = 1e-3
@@ -111,7 +110,7 @@ _BACKBONE_PEAK = flags.DEFINE_float(
     flag_values=FLAGS,
 )  # fmt: skip
 _QAT = flags.DEFINE_enum(
-    "qat", "full", list(_QATS), "What is rounded as when served, as of launch.train.", flag_values=FLAGS
+    "qat", "full", list(QATS), "What is rounded as when served, as of launch.train.", flag_values=FLAGS
 )
 
 
@@ -145,14 +144,12 @@ def main() -> None:
         evaluate=None if held_out.count == 0 else lambda state: held_out.numbers(*trained.masters(state)),
         schedule=schedule,
         batches=TrainingBatches(source, BatchOptions(rows=FLAGS.rows), token_map=token_map),
-        checkpoints=_RUN.checkpoints(),
-        **dict(zip(("curves", "held_out"), _RUN.curves(), strict=True)),
         identity=identity,
+        **_RUN.outputs(),
     )
     state, begin = resume(parts, trained.state)
-    write_file(folder / "config.json", f"{json.dumps(config_to_dict(config), indent=1)}\n".encode())
-    write_file(folder / "tokenizer.json", tokenizer_json(tokenizer))
-    write_record(folder, config, identity, {"corpus": corpus.describe(), "options": dataclasses.asdict(options)})
+    more = {"corpus": corpus.describe(), "options": dataclasses.asdict(options)}
+    write_run(folder, config, tokenizer, identity, more)
     state, at = train_and_report(folder, parts, state, begin, _RUN.loop(), verbose=FLAGS.verbose)
     if at.step and held_out.count:
         _fit_temperatures(folder, held_out.last or held_out.outcomes(*trained.masters(state)))
@@ -181,7 +178,7 @@ def _check() -> DrafterOptions:
     return DrafterOptions(
         anchors=_ANCHORS.value,
         decay=_DECAY.value,
-        qat=_QATS[_QAT.value],
+        qat=QATS[_QAT.value],
         confidence_reaches_stages=not _CONFIDENCE_APART.value,
     )
 
@@ -217,12 +214,11 @@ def _trained(config: ModelConfig, backbone: Params, drafter: Params, rope: Any, 
     optimizer = make_drafter_optimizer(config, drafter, _RULE.value)
     speed = None if _FROM.value == _RELEASED else _BIAS_SPEED
     forward = ForwardOptions(attention=AttentionOptions(qat=options.qat))
-    key = jax.random.key(FLAGS.seed)
     if not _ALONGSIDE.value:
         step = jax.jit(
             make_drafter_step(config, optimizer, options, backbone=forward, bias_speed=speed), donate_argnums=0
         )
-        state = jax.jit(lambda masters: TrainState(masters, optimizer.init(masters), key), donate_argnums=0)(drafter)
+        state = jax.jit(lambda masters: init_state(masters, optimizer, FLAGS.seed), donate_argnums=0)(drafter)
         return _Trained(
             lambda state, pack, rate: step(state, backbone, pack, rope, rate),
             state,
@@ -234,6 +230,8 @@ def _trained(config: ModelConfig, backbone: Params, drafter: Params, rope: Any, 
         make_alongside_step(config, optimizers, options, backbone=forward, bias_speed=speed), donate_argnums=0
     )
     ratio = _BACKBONE_PEAK.value / FLAGS.peak
+
+    key = jax.random.key(FLAGS.seed)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def begin(first, second):

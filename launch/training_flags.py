@@ -1,6 +1,5 @@
 """Flags that scripts which train share: the text, the run's directory, when it saves and stops."""
 
-import json
 import pathlib
 import platform
 import sys
@@ -9,20 +8,60 @@ from typing import Any
 
 import jax
 from absl import flags
+from tokenizers import Tokenizer
 
-from dsv41.config import DSV41Error, ModelConfig
-from dsv41.config.atomic_file import write_file
+from dsv41.config import DSV41Error, ModelConfig, config_to_dict
+from dsv41.config.atomic_file import write_file, write_json
 from dsv41.sharding.processes import is_first_process
-from dsv41.train.checkpoints import Checkpoints
+from dsv41.train.checkpoints import CHECKPOINTS, Checkpoints
 from dsv41.train.corpus import Corpus, standard_library
 from dsv41.train.corpus_file import read_corpus, text_corpus
 from dsv41.train.curves import Curves
 from dsv41.train.guards import GuardLimits
 from dsv41.train.loop import LoopOptions
+from dsv41.train.master_weights import FULL_QAT, NO_QAT, QAT
 from dsv41.train.package_corpus import with_packages
 from dsv41.train.schedule import TrainingSchedule
+from dsv41.train.tokenizer import tokenizer_json
+from launch.cli import make_directory
 
 HELD_OUT_CURVES = "held_out.csv"
+# What is rounded as when served, by the values of --qat.
+QATS = {"full": FULL_QAT, "weights": QAT(main=False), "none": NO_QAT}
+
+
+class SourceFlags:
+    """--text and --packages: what a corpus is made of."""
+
+    def __init__(self, values: flags.FlagValues):
+        """Defines the flags in `values`."""
+        self._values = values
+        flags.DEFINE_multi_string(
+            "text",
+            [],
+            "Your own files instead of the standard library, as a glob; .jsonl files have an object with a string "
+            "'text' in each line, others are one text each. May be given several times.",
+            flag_values=values,
+        )
+        flags.DEFINE_bool(
+            "packages",
+            False,
+            "Add the sources of the installed packages that dsv41 needs, for training.",
+            flag_values=values,
+        )
+
+    @property
+    def given(self) -> bool:
+        return bool(self._values.text or self._values.packages)
+
+    def corpus(self) -> Corpus:
+        """The text.
+
+        Raises:
+          DSV41Error: it cannot be had.
+        """
+        corpus = text_corpus(self._values.text) if self._values.text else standard_library()
+        return with_packages(corpus) if self._values.packages else corpus
 
 
 class TextFlags:
@@ -37,16 +76,7 @@ class TextFlags:
             "File of launch.make_corpus. Without it and --text: the standard library of the running interpreter.",
             flag_values=values,
         )
-        flags.DEFINE_multi_string(
-            "text",
-            [],
-            "Instead: your own files, as a glob; .jsonl files have an object with a string 'text' in each line, others "
-            "are one text each. May be given several times.",
-            flag_values=values,
-        )
-        flags.DEFINE_bool(
-            "packages", False, "Add the sources of the installed packages that dsv41 needs.", flag_values=values
-        )
+        self._sources = SourceFlags(values)
         flags.DEFINE_integer("length", length, "Tokens of a row.", lower_bound=1, flag_values=values)
         flags.DEFINE_integer("rows", rows, "Rows of a batch.", lower_bound=1, flag_values=values)
         flags.DEFINE_integer("seed", 0, "Of initial weights, order and everything random.", flag_values=values)
@@ -57,13 +87,11 @@ class TextFlags:
         Raises:
           DSV41Error: flags contradict each other, or the text cannot be had.
         """
-        values = self._values
-        if values.corpus is not None and (values.text or values.packages):
+        if self._values.corpus is None:
+            return self._sources.corpus()
+        if self._sources.given:
             raise DSV41Error("--corpus says everything about the text: give it without --text and --packages")
-        if values.corpus is not None:
-            return read_corpus(values.corpus)
-        corpus = text_corpus(values.text) if values.text else standard_library()
-        return with_packages(corpus) if values.packages else corpus
+        return read_corpus(self._values.corpus)
 
 
 class RunFlags:
@@ -112,12 +140,7 @@ class RunFlags:
         """The run's directory, made if it is missing."""
         if self._values.out is None:
             raise DSV41Error("--out is required: the directory of the run")
-        folder = pathlib.Path(self._values.out)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as e:
-            raise DSV41Error(f"--out: cannot make the directory {folder} ({e.strerror or e})") from e
-        return folder
+        return make_directory("out", self._values.out)
 
     def schedule(self) -> TrainingSchedule:
         """The learning rates and the length of the run."""
@@ -139,19 +162,22 @@ class RunFlags:
             guards=GuardLimits(spike=values.spike),
         )  # fmt: skip
 
-    def checkpoints(self) -> Checkpoints:
-        return Checkpoints(self.folder() / "checkpoints", self._values.keep)
-
-    def curves(self) -> tuple[Curves | None, Curves | None]:
-        """Of steps and of evaluations; None where another process writes them."""
-        if not is_first_process():
-            return None, None
+    def outputs(self) -> dict[str, Any]:
+        """What a run writes into, as fields of `RunParts`; curves are None where another process writes them."""
         folder, events = self.folder(), self._values.tensorboard
-        return Curves(folder, events), Curves(folder, events, file=HELD_OUT_CURVES)
+        curves = held_out = None
+        if is_first_process():
+            curves, held_out = Curves(folder, events), Curves(folder, events, file=HELD_OUT_CURVES)
+        checkpoints = Checkpoints(folder / CHECKPOINTS, self._values.keep)
+        return {"checkpoints": checkpoints, "curves": curves, "held_out": held_out}
 
 
-def write_record(folder: pathlib.Path, config: ModelConfig, identity: dict[str, Any], more: dict[str, Any]) -> None:
-    """`run.json`: what the run is, and what it ran on."""
+def write_run(
+    folder: pathlib.Path, config: ModelConfig, tokenizer: Tokenizer, identity: dict[str, Any], more: dict[str, Any]
+) -> None:
+    """`config.json`, `tokenizer.json`, and `run.json`: what the run is, and what it ran on."""
+    write_json(folder / "config.json", config_to_dict(config))
+    write_file(folder / "tokenizer.json", tokenizer_json(tokenizer))
     record = {
         "command": ["python", "-m", f"launch.{pathlib.Path(sys.argv[0]).stem}", *sys.argv[1:]],
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
@@ -162,4 +188,4 @@ def write_record(folder: pathlib.Path, config: ModelConfig, identity: dict[str, 
         **more,
         "identity": identity,
     }
-    write_file(folder / "run.json", f"{json.dumps(record, indent=1)}\n".encode())
+    write_json(folder / "run.json", record)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
+from typing import Any
 
 from dsv41.config.errors import DSV41Error
 
@@ -76,3 +78,12 @@ def write_file(path: str | pathlib.Path, data: bytes) -> None:
         partial.unlink(missing_ok=True)
         raise (cannot_write(path, e) if isinstance(e, OSError) else e) from e
     put_in_place(file, path)
+
+
+def write_json(path: str | pathlib.Path, value: Any) -> None:
+    """`write_file` of a JSON value, for people to read.
+
+    Raises:
+      DSV41Error: as `write_file`.
+    """
+    write_file(path, f"{json.dumps(value, indent=1)}\n".encode())

@@ -8,6 +8,7 @@ serving rescales block by block: the results differ by 1e-3 of their root mean s
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -26,7 +27,7 @@ from pallas_kernels.rope import apply_rope
 from pallas_kernels.rounding import round_to_bf16
 from pallas_kernels.tiling import query_tile
 
-_NEVER = -1e30
+NEVER = -1e30  # a logit of what a query does not see
 # Bytes that a tile of queries may make.
 _TILE_BYTES = 1 << 30
 _SHORTEST_TILE = 256  # queries, of a row that is longer
@@ -245,18 +246,31 @@ def _attend_tile(q, band, token, first, selected, main, sink, width: int):
     scale = q.shape[-1] ** -0.5
     own = token[width - 1 :]
     seen = (token[None, None] >= first[..., None]) & (token <= own[:, None])
-    logits = [jnp.where(seen[:, :, None], einsum_bf16("btnh,bsh->btns", q, band) * scale, _NEVER)]
+    logits = [jnp.where(seen[:, :, None], einsum_bf16("btnh,bsh->btns", q, band) * scale, NEVER)]
     if selected is not None:
         # Gathered in float32, so that their gradients are added so.
         rows = jnp.take_along_axis(main, jnp.maximum(selected, 0).reshape(q.shape[0], -1, 1), axis=1)
         rows = rows.reshape(*selected.shape, -1).astype(jnp.bfloat16)
         used = (selected >= 0)[:, :, None]
-        logits.append(jnp.where(used, einsum_bf16("btnh,btkh->btnk", q, rows) * scale, _NEVER))
-    top = jax.lax.stop_gradient(jnp.concatenate(logits, axis=-1).max(axis=-1, keepdims=True))
-    p = [jnp.where(x > _NEVER, jnp.exp(x - top), 0.0) for x in logits]
-    total = sum(x.sum(axis=-1, keepdims=True) for x in p) + jnp.exp(jnp.minimum(sink[:, None] - top, 80.0))
+        logits.append(jnp.where(used, einsum_bf16("btnh,btkh->btnk", q, rows) * scale, NEVER))
+    p, total = exponentials(logits, sink)
     o = einsum_bf16("btns,bsh->btnh", round_to_bf16(p[0]), band)
     if selected is None:
         return round_to_bf16(o / total), None
     o = o + einsum_bf16("btnk,btkh->btnh", round_to_bf16(p[1]), rows)
     return round_to_bf16(o / total), jax.lax.stop_gradient((p[1] / total).sum(axis=2))
+
+
+def exponentials(logits: Sequence[jax.Array], sink: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    """The softmax over all of `logits` and a sink before its division: numerators, and what they are divided by.
+
+    Args:
+      logits: float32 [..., N, entries] each, `NEVER` where an entry is not seen.
+      sink: float32 [N].
+
+    Returns:
+      float32 arrays of the shapes of `logits`; float32 [..., N, 1].
+    """
+    top = jax.lax.stop_gradient(jnp.concatenate(logits, axis=-1).max(axis=-1, keepdims=True))
+    p = [jnp.where(x > NEVER, jnp.exp(x - top), 0.0) for x in logits]
+    return p, sum(x.sum(axis=-1, keepdims=True) for x in p) + jnp.exp(jnp.minimum(sink[:, None] - top, 80.0))

@@ -28,6 +28,7 @@ from dsv41.config.atomic_file import cannot_write
 
 _log = logging.getLogger(__name__)
 
+CHECKPOINTS = "checkpoints"  # their folder in the directory of a run
 _VERSION = 1
 _STATE, _RECORD = "state", "record"
 _TEMPORARY = "*.orbax-checkpoint-tmp*"
@@ -154,6 +155,17 @@ class Checkpoints:
                 self.record(step)
                 return step
         return None
+
+    def chosen(self, step: int | None) -> int:
+        """`step`, or the latest one for None.
+
+        Raises:
+          DSV41Error: there is none yet.
+        """
+        step = self.latest() if step is None else step
+        if step is None:
+            raise DSV41Error(f"{self.folder}: there is no checkpoint yet")
+        return step
 
     def record(self, step: int) -> dict[str, Any]:
         """What was saved with the arrays of a step.

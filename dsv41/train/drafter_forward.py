@@ -20,16 +20,16 @@ from dsv41.layers.draft_attention import DraftAttention
 from dsv41.models import Params, abstract_drafter_params
 from dsv41.models.drafter import Drafter
 from dsv41.ops.straight_through import activation_fp8, einsum_bf16
+from dsv41.train.attention import NEVER, exponentials
 from dsv41.train.drafter_anchors import Anchors
 from dsv41.train.experts import moe_sublayer
 from dsv41.train.master_weights import FULL_QAT, QAT, forward_params
 from dsv41.train.pack import PackedBatch
+from dsv41.train.router_balance import count_chosen
 from pallas_kernels.dispatch import kernels
 from pallas_kernels.hyper_connection import ops as mhc
 from pallas_kernels.rope import apply_rope
 from pallas_kernels.rounding import round_to_bf16
-
-_NEVER = -1e30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,9 +177,7 @@ def _stage(
         # Drafts are text: the image routing bias is never used here (dspark.md section 2.4).
         y, experts, _ = moe_sublayer(stage.ffn, entered.x, keep, jnp.zeros_like(keep))
         residual = entered.leave(y)
-    count = stage.ffn.gate.bias[...].shape[0]
-    chosen = jnp.where(keep[..., None], experts, count).reshape(-1)
-    return residual, jnp.zeros(count, jnp.int32).at[chosen].add(1, mode="drop")
+    return residual, count_chosen(experts, keep, stage.ffn.gate.bias[...].shape[0])
 
 
 @jax.named_scope("attend")
@@ -198,8 +196,6 @@ def block_attention(q: jax.Array, context: jax.Array, seen: jax.Array, own: jax.
     """
     keys = jnp.concatenate([context, own], axis=1)
     seen = jnp.concatenate([seen, jnp.ones(own.shape[:2], bool)], axis=1)[:, None, None]
-    logits = jnp.where(seen, einsum_bf16("bknh,bsh->bkns", q, keys) * q.shape[-1] ** -0.5, _NEVER)
-    top = jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
-    p = jnp.where(seen, jnp.exp(logits - top), 0.0)
-    total = p.sum(axis=-1, keepdims=True) + jnp.exp(jnp.minimum(sink[:, None] - top, 80.0))
+    logits = jnp.where(seen, einsum_bf16("bknh,bsh->bkns", q, keys) * q.shape[-1] ** -0.5, NEVER)
+    (p,), total = exponentials([logits], sink)
     return round_to_bf16(einsum_bf16("bkns,bsh->bknh", round_to_bf16(p), keys) / total)

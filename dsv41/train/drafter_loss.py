@@ -15,6 +15,7 @@ from dsv41.models import Params
 from dsv41.ops.straight_through import product_bf16, product_of_master
 from dsv41.train.drafter_anchors import Anchors
 from dsv41.train.drafter_forward import DrafterOptions
+from dsv41.train.row_parts import cut
 from pallas_kernels.fixed_order import contract
 from pallas_kernels.norms import rms_norm
 from pallas_kernels.rounding import round_to_bf16
@@ -80,10 +81,7 @@ def compare(
     """
     head, hidden = jax.lax.stop_gradient((round_to_bf16(head), hidden))
     m = labels.size
-    part = min(max((logit_bytes or _LOGIT_BYTES) // (4 * head.shape[0]), 1), m)
-
-    def cut(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, ((0, -m % part),) + ((0, 0),) * (x.ndim - 1)).reshape(-1, part, *x.shape[1:])
+    part = max((logit_bytes or _LOGIT_BYTES) // (4 * head.shape[0]), 1)
 
     @jax.checkpoint
     def one(args):
@@ -96,7 +94,7 @@ def compare(
         return ce, l1, jnp.argmax(logits, axis=-1) == jnp.argmax(wanted, axis=-1)
 
     with jax.named_scope("draft_head"):
-        found = jax.lax.map(one, (cut(heads.normed), cut(heads.before), cut(hidden), cut(labels.reshape(-1))))
+        found = jax.lax.map(one, cut((heads.normed, heads.before, hidden, labels.reshape(-1)), part))
     return Compared(*(x.reshape(-1)[:m].reshape(labels.shape) for x in found))
 
 

@@ -17,6 +17,7 @@ from dsv41.ops import moe
 from dsv41.ops.expert_layout import block_rows, layout_by_expert, sum_in_order
 from dsv41.ops.linear import WeightFormat, fake_quantize_fp8
 from dsv41.ops.straight_through import bf16_einsum
+from dsv41.train.row_parts import cut
 from pallas_kernels.fixed_order import contract, with_fixed_rows
 from pallas_kernels.rounding import round_bf16, round_to_bf16
 
@@ -87,7 +88,7 @@ def _backward(rounds, residuals, g):
         dw = jax.ops.segment_sum(bf16_einsum("bro,bri->boi", g, x), at, num_segments=experts)
         return total + dw, dx
 
-    parts = _cut((x, g, at), chunk)
+    parts = cut((x, g, at), chunk)
     total, dx = jax.lax.scan(add, jnp.zeros(weights.shape, jnp.float32), parts)
     return dx.reshape(-1, *x.shape[1:])[: x.shape[0]], total.astype(weights.dtype), None
 
@@ -100,19 +101,8 @@ def _chunk(weights: jax.Array) -> int:
     return max(_GATHERED_BYTES // (4 * weights.shape[1] * weights.shape[2]), 1)
 
 
-def _cut(arrays, chunk: int):
-    """[blocks, ...] -> [chunks, chunk, ...], padded by zeros."""
-    blocks = arrays[0].shape[0]
-    chunk = min(chunk, blocks)
-
-    def cut(x):
-        return jnp.pad(x, ((0, -blocks % chunk),) + ((0, 0),) * (x.ndim - 1)).reshape(-1, chunk, *x.shape[1:])
-
-    return tuple(cut(x) for x in arrays)
-
-
 def _in_chunks(fn, arrays, chunk: int):
-    y = jax.lax.map(fn, _cut(arrays, chunk))
+    y = jax.lax.map(fn, cut(arrays, chunk))
     return y.reshape(-1, *y.shape[2:])[: arrays[0].shape[0]]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from dsv41.checkpoint.load import parameter_name, read_tokenizer
 from dsv41.checkpoint.load_parameters import EXPERT, Progress, has_non_finite
 from dsv41.checkpoint.write import check_space, layer_of, new_directory, shards_of, write_shards
 from dsv41.config import DSV41Error, ModelConfig, config_to_dict
-from dsv41.config.atomic_file import write_file
+from dsv41.config.atomic_file import write_file, write_json
 from dsv41.models import Params
 from dsv41.ops.linear import WeightFormat
 from dsv41.train.master_weights import stored_array, stored_table
@@ -102,11 +101,11 @@ def write_checkpoint(
     leaves = _leaves(params, drafter or {}, vision or {}, _table_leaves(tables, config))
     sources = _sources(inventory, leaves)
     with new_directory(folder) as partial:
-        _write_json(partial / "config.json", config_to_dict(config))
+        write_json(partial / "config.json", config_to_dict(config))
         text = tokenizer if isinstance(tokenizer, bytes) else _read(pathlib.Path(tokenizer))
         write_file(partial / "tokenizer.json", text)
         found, _ = read_tokenizer(partial, config)
-        _write_json(partial / "tokenizer_config.json", tokenizer_config(config, found.id_to_token))
+        write_json(partial / "tokenizer_config.json", tokenizer_config(config, found.id_to_token))
         for name, data in (files or {}).items():
             if name != pathlib.PurePath(name).name or name in _WRITTEN or name.endswith(".safetensors"):
                 raise DSV41Error(f"file {name!r}: expected a name beside {', '.join(_WRITTEN)}")
@@ -133,10 +132,6 @@ def tokenizer_config(config: ModelConfig, token_of: Any) -> dict[str, Any]:
         "clean_up_tokenization_spaces": False,
         "model_max_length": config.text_config.max_position_embeddings,
     }
-
-
-def _write_json(path: pathlib.Path, fields: dict[str, Any]) -> None:
-    write_file(path, f"{json.dumps(fields, indent=1)}\n".encode())
 
 
 def _read(path: pathlib.Path) -> bytes:

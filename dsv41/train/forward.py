@@ -18,6 +18,7 @@ from dsv41.train.indexer_loss import IndexerLoss
 from dsv41.train.master_weights import engram_tables, forward_params
 from dsv41.train.pack import PackedBatch, alignment
 from dsv41.train.router_balance import Loads, count_loads, sequence_balance
+from dsv41.train.row_parts import cut
 from dsv41.train.row_spread import total
 from pallas_kernels.dispatch import kernels
 from pallas_kernels.hyper_connection import ops as mhc
@@ -210,11 +211,6 @@ def cross_entropy(x: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.A
     Returns:
       float32 [].
     """
-    rows = x.reshape(-1, x.shape[-1])
-    part = min(_HEAD_TOKENS, rows.shape[0])
-
-    def cut(a: jax.Array) -> jax.Array:
-        return jnp.pad(a, ((0, -a.shape[0] % part),) + ((0, 0),) * (a.ndim - 1)).reshape(-1, part, *a.shape[1:])
 
     @jax.checkpoint
     def add(total, args):
@@ -223,5 +219,5 @@ def cross_entropy(x: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.A
         losses = jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
         return total + jnp.where(counts, losses, 0.0).sum(), None
 
-    parts = (cut(rows), cut(targets.reshape(-1)), cut(mask.reshape(-1)))
+    parts = cut((x.reshape(-1, x.shape[-1]), targets.reshape(-1), mask.reshape(-1)), _HEAD_TOKENS)
     return jax.lax.scan(add, jnp.zeros((), jnp.float32), parts)[0]

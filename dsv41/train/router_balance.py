@@ -20,12 +20,14 @@ class Loads(NamedTuple):
 
 def count_loads(experts: jax.Array, pack: PackedBatch, num_experts: int) -> Loads:
     """Of one layer, int32 [E] each; experts int32 [B, T, K]. Padding does not count."""
+    text, image = pack.valid & ~pack.image_mask, pack.valid & pack.image_mask
+    return Loads(count_chosen(experts, text, num_experts), count_chosen(experts, image, num_experts))
 
-    def count(mask: jax.Array) -> jax.Array:
-        chosen = jnp.where(mask[..., None], experts, num_experts)
-        return jnp.zeros(num_experts, jnp.int32).at[chosen.reshape(-1)].add(1, mode="drop")
 
-    return Loads(count(pack.valid & ~pack.image_mask), count(pack.valid & pack.image_mask))
+def count_chosen(experts: jax.Array, mask: jax.Array, num_experts: int) -> jax.Array:
+    """int32 [E], how often each expert was chosen; experts int32 [..., K], mask bool [...] of the tokens that count."""
+    chosen = jnp.where(mask[..., None], experts, num_experts)
+    return jnp.zeros(num_experts, jnp.int32).at[chosen.reshape(-1)].add(1, mode="drop")
 
 
 def update_biases(masters: Params, loads: Loads, *, speed: float = 1e-3) -> Params:

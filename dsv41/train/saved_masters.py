@@ -10,10 +10,8 @@ import jax.numpy as jnp
 
 from dsv41.config import DSV41Error
 from dsv41.models import Params
-from dsv41.train.checkpoints import Checkpoints
+from dsv41.train.checkpoints import CHECKPOINTS, Checkpoints
 from dsv41.train.labels import key_path_name
-
-CHECKPOINTS = "checkpoints"
 
 
 def saved_masters(run: str | pathlib.Path, like: Params, step: int | None = None) -> tuple[Params, int]:
@@ -30,9 +28,7 @@ def saved_masters(run: str | pathlib.Path, like: Params, step: int | None = None
       DSV41Error: there is no such checkpoint, or a parameter is missing in it or has another shape; names it.
     """
     with Checkpoints(pathlib.Path(run) / CHECKPOINTS, read_only=True) as checkpoints:
-        step = checkpoints.latest() if step is None else step
-        if step is None:
-            raise DSV41Error(f"{checkpoints.folder}: there is no checkpoint yet")
+        step = checkpoints.chosen(step)
         arrays = checkpoints.arrays(step)
 
         def read(path: tuple[Any, ...], wanted: Any) -> jax.Array:

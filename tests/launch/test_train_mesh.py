@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import shutil
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from dsv41.train.checkpoints import Checkpoints
 from dsv41.train.curves import read_curves
 from launch import train
 from launch.cli import BAD_INPUT, run
-from tests.checkpoint_files import TINY
+from tests.launch.training_inputs import train_flags, write_inputs
 from tests.sharding.jobs import Job
 
 LENGTH, ROWS, STEPS = 64, 8, 6
@@ -27,24 +26,13 @@ _LAYER = {
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     """A folder with config, tokenizer and text."""
-    folder = tmp_path_factory.mktemp("inputs")
-    config = json.loads((TINY / "config.json").read_text())
-    config["text_config"] |= _LAYER
-    (folder / "config.json").write_text(json.dumps(config))
-    shutil.copy(TINY / "tokenizer.json", folder)
     texts = ("".join(f"def f{i}_{j}(x):\n    return x * {i * j}\n" for j in range(1 + i % 7)) for i in range(150))
-    rows = (json.dumps({"name": f"d{i}", "text": text}) for i, text in enumerate(texts))
-    (folder / "text.jsonl").write_text("\n".join(rows))
-    return folder
+    return write_inputs(tmp_path_factory.mktemp("inputs"), _LAYER, texts)
 
 
 def flags(inputs, out, **changes):
-    given = {
-        "config": inputs / "config.json", "tokenizer": inputs / "tokenizer.json", "text": inputs / "text.jsonl",
-        "length": LENGTH, "rows": ROWS, "tokens": STEPS * ROWS * LENGTH, "warmup_steps": 2, "evaluate_rows": 3,
-        "log_every": 1, "qat": "none", "out": out,
-    }  # fmt: skip
-    return [f"--{name}={value}" for name, value in (given | changes).items()]
+    own = {"length": LENGTH, "rows": ROWS, "tokens": STEPS * ROWS * LENGTH, "evaluate_rows": 3, "qat": "none"}
+    return train_flags(inputs, out, **own | changes)
 
 
 def train_it(folder, arguments, processes=1):

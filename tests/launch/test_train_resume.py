@@ -1,6 +1,5 @@
 """launch.train that is killed and goes on leaves what a run that was not killed does, bit for bit."""
 
-import json
 import os
 import pathlib
 import shutil
@@ -18,7 +17,7 @@ from dsv41.train.curves import read_curves
 from dsv41.train.guards import load_batch
 from launch import train
 from launch.cli import BAD_INPUT, run
-from tests.checkpoint_files import TINY
+from tests.launch.training_inputs import train_flags, write_inputs
 
 # Each run compiles, or at least traces, a training step.
 pytestmark = pytest.mark.slow
@@ -35,28 +34,18 @@ _LAYERS = {
 
 def _texts():
     lines = ([f"def f{i}_{j}(x):\n    return x * {i * j} + {j}\n" for j in range(1 + i % 5)] for i in range(60))
-    return "".join(f"{json.dumps({'name': f'd{i}', 'text': ''.join(text)})}\n" for i, text in enumerate(lines))
+    return ("".join(text) for text in lines)
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     """A folder with config, tokenizer and text."""
-    folder = tmp_path_factory.mktemp("inputs")
-    config = json.loads((TINY / "config.json").read_text())
-    config["text_config"] |= _LAYERS
-    (folder / "config.json").write_text(json.dumps(config))
-    shutil.copy(TINY / "tokenizer.json", folder)
-    (folder / "text.jsonl").write_text(_texts())
-    return folder
+    return write_inputs(tmp_path_factory.mktemp("inputs"), _LAYERS, _texts())
 
 
 def flags(inputs, out, **changes):
-    given = {
-        "config": inputs / "config.json", "tokenizer": inputs / "tokenizer.json", "text": inputs / "text.jsonl",
-        "length": LENGTH, "rows": ROWS, "tokens": STEPS * ROWS * LENGTH, "warmup_steps": 2, "save_every": SAVE_EVERY,
-        "evaluate_every": 3, "evaluate_rows": 2, "log_every": 1, "out": out,
-    }  # fmt: skip
-    return [f"--{name}={value}" for name, value in (given | changes).items()]
+    own = {"length": LENGTH, "rows": ROWS, "tokens": STEPS * ROWS * LENGTH, "save_every": SAVE_EVERY}
+    return train_flags(inputs, out, **own | {"evaluate_every": 3, "evaluate_rows": 2} | changes)
 
 
 def start(arguments):
@@ -153,7 +142,7 @@ def test_a_finished_run_stays_as_it_is(inputs, whole, tmp_path):
 def test_another_run_is_refused(inputs, whole, capsys):
     """Before anything is compiled or written."""
     before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
-    (inputs / "other.jsonl").write_text(_texts().replace("return", "yield"))
+    (inputs / "other.jsonl").write_text((inputs / "text.jsonl").read_text().replace("return", "yield"))
     for changes, message in (
         ({"rows": 4}, "the run was begun with rows=2 and cannot go on with 4"),
         ({"seed": 1}, "the run was begun with seed=0 and cannot go on with 1"),
