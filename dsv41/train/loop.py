@@ -147,7 +147,7 @@ def run_steps(
       state: to begin with; it is given up.
       begin: where it stands; if that is not the beginning, its checkpoint is there.
       options: when what is done.
-      report: is told every row of the curves.
+      report: is told every row of the curves; numbers of the last evaluation have names that begin with "held_out_".
 
     Returns:
       The state, and where the run is now.
@@ -229,8 +229,10 @@ class _Loop:
         self._clock = (now, at.tokens)
         if self.parts.curves is not None:
             self.parts.curves.append(at.step, at.tokens, numbers | {"tokens_per_second": rate})
-        held_out = {f"held_out_{name}": value for name, value in self.evaluated.items()}
-        self.report(at, numbers | {"tokens_per_second": rate} | held_out)
+        self.report(at, numbers | {"tokens_per_second": rate} | self._held_out())
+
+    def _held_out(self) -> dict[str, float]:
+        return {f"held_out_{name}": value for name, value in self.evaluated.items()}
 
     def between(self, state: Any, at: Progress) -> None:
         """Evaluates and saves if it is time to."""
@@ -247,7 +249,7 @@ class _Loop:
             self.evaluated = self.parts.evaluate(state)
             if self.parts.held_out is not None:
                 self.parts.held_out.append(at.step, at.tokens, self.evaluated)
-            self.report(at, self.evaluated)
+            self.report(at, self._held_out())
             self._clock = None
 
     def save(self, state: Any, at: Progress) -> None:
