@@ -105,7 +105,7 @@ class RunFlags:
         )
         self._define_schedule(peak, tokens, decay_from)
         for name, default, text in (
-            ("save_every", 0, "Steps between checkpoints; 0: only at the end."),
+            ("save_every", 500, "Steps between checkpoints; 0: only at the end."),
             ("evaluate_every", 0, "Steps between evaluations on held-out text; 0: only at the end."),
             ("evaluate_rows", 32, "Held-out rows of an evaluation; 0: no evaluation."),
         ):
