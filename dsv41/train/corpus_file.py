@@ -9,6 +9,7 @@ import glob
 import gzip
 import io
 import json
+import os
 import pathlib
 import platform
 from collections.abc import Iterator, Sequence
@@ -70,7 +71,10 @@ def text_corpus(patterns: Sequence[str], *, held_out: float = 0.05) -> Corpus:
 
     Args:
       patterns: paths, with `*`, `?` and `**`.
-      held_out: share of the documents that is kept for evaluation, by the hash of their names.
+      held_out: share of the documents that is kept for evaluation, by the hash of their names; of few documents at
+        least one.
+
+    Names are relative to the folder that holds everything, so the same files elsewhere are the same corpus.
 
     Raises:
       DSV41Error: a pattern matches nothing, a file cannot be read, a line is not a document, or a part is empty.
@@ -78,13 +82,18 @@ def text_corpus(patterns: Sequence[str], *, held_out: float = 0.05) -> Corpus:
     if not 0 <= held_out < 1:
         raise DSV41Error(f"held_out: expected a share in [0, 1), got {held_out}")
     texts: dict[str, str] = {}
+    root = _folder(patterns)
     for pattern in patterns:
         paths = sorted(p for p in map(pathlib.Path, glob.glob(pattern, recursive=True)) if p.is_file())
         if not paths:
             raise DSV41Error(f"{pattern}: matches no file")
         for path in paths:
-            texts |= dict(_texts(path))
-    documents = tuple(Document(name, texts[name], share_of_name(name) < held_out) for name in sorted(texts))
+            texts |= dict(_texts(path, pathlib.Path(os.path.relpath(path, root)).as_posix()))
+    shares = {name: share_of_name(name) for name in texts}
+    limit = held_out
+    if held_out and len(shares) > 1 and min(shares.values()) >= held_out:
+        limit = sorted(shares.values())[1]
+    documents = tuple(Document(name, texts[name], shares[name] < limit) for name in sorted(texts))
     corpus = Corpus(documents, platform.python_version(), corpus_hash(texts.items()), "files")
     if not corpus.train or (held_out and not corpus.held_out):
         part = "held-out" if corpus.train else "training"
@@ -92,22 +101,32 @@ def text_corpus(patterns: Sequence[str], *, held_out: float = 0.05) -> Corpus:
     return corpus
 
 
-def _texts(path: pathlib.Path) -> Iterator[tuple[str, str]]:
+def _folder(patterns: Sequence[str]) -> str:
+    """The deepest folder that everything which patterns can match lies in; "." of none."""
+    fixed = []
+    for pattern in patterns:
+        parts = pathlib.Path(os.path.abspath(pattern)).parts[:-1]
+        wild = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+        fixed.append(str(pathlib.Path(*parts[:wild])))
+    return os.path.commonpath(fixed) if fixed else "."
+
+
+def _texts(path: pathlib.Path, name: str) -> Iterator[tuple[str, str]]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as e:
         raise DSV41Error(f"{path}: cannot be read as UTF-8 text ({e})") from e
     if path.suffix != ".jsonl":
-        yield from [(path.as_posix(), text)] if text else []
+        yield from [(name, text)] if text else []
         return
     for number, line in enumerate(text.splitlines(), 1):
         document: Any = None
         try:
             document = json.loads(line) if line.strip() else {"text": ""}
-            text, name = document["text"], document.get("name", number)
+            text, own = document["text"], document.get("name", number)
         except (ValueError, TypeError, KeyError, AttributeError) as e:
             raise DSV41Error(f"{path}, line {number}: expected an object with a string 'text'") from e
         if not isinstance(text, str):
             raise DSV41Error(f"{path}, line {number}: expected a string as 'text', got {type(text).__name__}")
         if text:
-            yield f"{path.as_posix()}#{name}", text
+            yield f"{name}#{own}", text

@@ -90,13 +90,31 @@ def files(folder):
 def test_files_and_lines(tmp_path):
     folder = files(tmp_path / "my")
     found = text_corpus([f"{folder}/**/*.py", f"{folder}/*.jsonl"], held_out=0.3)
-    texts = {d.name.removeprefix(f"{folder.as_posix()}/"): d.text for d in found.documents}
+    texts = {d.name: d.text for d in found.documents}
     assert len(texts) == 61 and texts["deep/f7.py"] == "n = 7\n" and "empty.py" not in texts
     # A line without a name is called by its number.
     assert texts["lines.jsonl#1"] == "line 0" and texts["lines.jsonl#own"] == "named"
     assert found.sha256 == corpus_hash((d.name, d.text) for d in found.documents)
     assert all(d.held_out == (share_of_name(d.name) < 0.3) for d in found.documents)
     assert found.train and found.held_out and not found.packages
+
+
+def test_the_same_files_elsewhere(tmp_path, monkeypatch):
+    found = [text_corpus([f"{files(tmp_path / name)}/**/*.py"]) for name in ("one", "other")]
+    assert found[0] == found[1]
+    monkeypatch.chdir(tmp_path / "one")
+    assert text_corpus(["**/*.py"]) == text_corpus(["./**/*.py"]) == found[0]
+    folders = text_corpus([f"{tmp_path}/one/deep/*.py", f"{tmp_path}/other/*.jsonl"])
+    assert {"one/deep/f3.py", "other/lines.jsonl#2"} < {d.name for d in folders.documents}
+
+
+def test_of_few_documents_one_is_held_out(tmp_path):
+    folder = files(tmp_path / "my")
+    found = text_corpus([f"{folder}/deep/f[12].py"], held_out=1e-9)
+    assert len(found.train) == len(found.held_out) == 1
+    many = text_corpus([f"{folder}/deep/*.py"], held_out=1e-9)
+    assert [d.name for d in many.held_out] == [min((d.name for d in many.documents), key=share_of_name)]
+    assert not text_corpus([f"{folder}/deep/*.py"], held_out=0).held_out
 
 
 def test_what_overlaps_counts_once(tmp_path):
@@ -129,8 +147,8 @@ def test_what_is_refused(tmp_path):
         text_corpus([f"{folder}/deep"])
     with pytest.raises(DSV41Error, match="held_out: expected a share"):
         text_corpus([f"{folder}/deep/*.py"], held_out=1.0)
-    with pytest.raises(DSV41Error, match="none of 30 documents falls to the held-out part"):
-        text_corpus([f"{folder}/deep/*.py"], held_out=1e-9)
+    with pytest.raises(DSV41Error, match="none of 1 documents falls to the held-out part"):
+        text_corpus([f"{folder}/deep/f1.py"], held_out=1e-9)
     (folder / "latin.py").write_bytes(b"caf\xe9")
     with pytest.raises(DSV41Error, match=r"latin\.py: cannot be read as UTF-8"):
         text_corpus([f"{folder}/*.py"])
