@@ -11,6 +11,7 @@ from dsv41.cache.kv_cache import (
     read_window,
     take_rows,
 )
+from dsv41.cache.layer_cache import LayerCache
 from dsv41.cache.layout import FORMAT_VERSION, CacheLayout
 from dsv41.cache.local_step import cache_specs, local_step
 from dsv41.cache.page_io import copy_page, read_page, read_rings, set_page_table, write_page, write_rings
@@ -24,6 +25,7 @@ __all__ = [
     "CacheLayout",
     "ForwardBatch",
     "KVCache",
+    "LayerCache",
     "PageOwners",
     "PagePool",
     "StepPages",

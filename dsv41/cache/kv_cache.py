@@ -132,7 +132,8 @@ class AttentionState:
     selected: jax.Array  # int32 [B, T, index_topk] compressed entries each query attends to, -1 unused
     physical_entries: jax.Array  # int32 [B, T, index_topk] where these lie in the pool: page * 128 + entry, -1 unused
     candidates: jax.Array | None  # int32 [B, T, candidate_topk_blocks] candidate blocks, ascending, -1 unused
-    index_source: int = dataclasses.field(metadata={"static": True})  # layer that made `selected`
+    # layer that made `selected`; None inside of a layer, which is the same for all of its kind
+    index_source: int | None = dataclasses.field(metadata={"static": True})
     # uint8 [pages, rows, 4, 128] pages of main KV that `physical_entries` names, where they were brought here from
     # other devices; None: those of the cache
     pool: jax.Array | None = None

@@ -22,32 +22,22 @@ class LayerMode(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LayerSpec:
-    """Everything position-dependent about one layer.
+class LayerKind:
+    """What layers share that do the same with other weights and caches.
 
     Attributes:
-      index: layer number, from 0.
       mode: attention role.
       ratio: tokens per compressed entry; 0 for SLIDING.
-      kv_source: layer whose main KV (and index keys) this one reads; itself if FULL, None if SLIDING.
-      index_source: layer whose selection this one attends with; itself if FULL or REINDEX, None if SLIDING.
       builds_candidates: publishes the candidate pool.
       reads_candidates: selects inside the candidate pool only.
-      engram: ordinal of its Engram table, or None.
-      tap: ordinal among the layers whose input streams the drafter reads, or None.
-      in_decoder: belongs to the decoder half of the causal encoder-decoder.
+      has_engram: adds rows of an Engram table to its streams.
     """
 
-    index: int
     mode: LayerMode
     ratio: int
-    kv_source: int | None
-    index_source: int | None
     builds_candidates: bool
     reads_candidates: bool
-    engram: int | None
-    tap: int | None
-    in_decoder: bool
+    has_engram: bool
 
     @property
     def owns_kv(self) -> bool:
@@ -61,6 +51,34 @@ class LayerSpec:
     def is_compressed(self) -> bool:
         """Attends to compressed entries, and so rotates with `compress_rope_theta` and YaRN."""
         return self.mode is not LayerMode.SLIDING
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerSpec(LayerKind):
+    """One layer: everything that depends on its position.
+
+    Attributes:
+      index: layer number, from 0.
+      kv_source: layer whose main KV (and index keys) this one reads; itself if FULL, None if SLIDING.
+      kv: ordinal of that layer among the KV sources, or None.
+      index_source: layer whose selection this one attends with; itself if FULL or REINDEX, None if SLIDING.
+      engram: ordinal of its Engram table, or None.
+      tap: ordinal among the layers whose input streams the drafter reads, or None.
+      in_decoder: belongs to the decoder half of the causal encoder-decoder.
+    """
+
+    index: int
+    kv_source: int | None
+    kv: int | None
+    index_source: int | None
+    engram: int | None
+    tap: int | None
+    in_decoder: bool
+
+    @property
+    def kind(self) -> LayerKind:
+        """What it computes, without where it stands."""
+        return LayerKind(**{field.name: getattr(self, field.name) for field in dataclasses.fields(LayerKind)})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,9 +186,11 @@ def layer_schedule(c: TextConfig) -> Schedule:
                 mode=mode,
                 ratio=ratio,
                 kv_source=kv_source if ratio else None,
+                kv=c.kv_source_layer_ids.index(kv_source) if ratio else None,
                 index_source=index_source if ratio else None,
                 builds_candidates=i == candidate,
                 reads_candidates=mode is LayerMode.REINDEX and candidate is not None and kv_source == candidate,
+                has_engram=i in c.engram_layer_ids,
                 engram=c.engram_layer_ids.index(i) if i in c.engram_layer_ids else None,
                 tap=taps.index(i) if i in taps else None,
                 in_decoder=i >= decoder_start,

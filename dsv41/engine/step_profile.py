@@ -19,6 +19,7 @@ from pallas_kernels.dispatch import backend
 from pallas_kernels.measure import KernelEvent, trace_kernels
 
 _LAYER = re.compile(r"/layer_(\d+)/(?:(attention|moe|engram)/)?([a-z_]*)")
+_CALL = re.compile(r"/jit\([^()]*\)")  # functions that layers share stand between the names of scopes
 _COLLECTIVE = re.compile(r"nccl|all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute", re.IGNORECASE)
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*metadata=\{[^}]*op_name=\"([^\"]*)\"", re.MULTILINE)
 
@@ -109,7 +110,7 @@ def _by_layer(events: list[KernelEvent], scopes: dict[str, str], steps: int) -> 
     found: dict[int | None, dict[str, list[float]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     for event in events:
         scope = scopes.get(event.hlo_op, "") or event.scope
-        match = _LAYER.search(scope)
+        match = _LAYER.search(_CALL.sub("", scope))
         part = "/".join(p for p in match.groups()[1:] if p) if match else ""
         if _COLLECTIVE.search(event.name):
             part = f"{part}/collective".strip("/")

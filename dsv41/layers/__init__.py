@@ -9,7 +9,8 @@ from dsv41.layers.block import Block, BlockFormats, DraftBlock
 from dsv41.layers.engram import Engram
 from dsv41.layers.linear import Linear, RMSNorm, abstract, logical_axes_of, parameters_of, with_parameters
 from dsv41.layers.moe import MoE
-from dsv41.layers.residual import Residual, open_streams
+from dsv41.layers.residual import Residual, Sublayer, open_streams
+from dsv41.layers.shared_trace import traced_once
 
 __all__ = [
     "Attention",
@@ -21,9 +22,11 @@ __all__ = [
     "MoE",
     "RMSNorm",
     "Residual",
+    "Sublayer",
     "abstract",
     "logical_axes_of",
     "open_streams",
     "parameters_of",
+    "traced_once",
     "with_parameters",
 ]

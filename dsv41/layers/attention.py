@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dsv41.cache import AttentionState, ForwardBatch, KVCache
-from dsv41.config import LayerMode, LayerSpec, Schedule, TextConfig
+from dsv41.cache import AttentionState, ForwardBatch, LayerCache
+from dsv41.config import LayerKind, TextConfig
 from dsv41.layers.indexer import Indexer
 from dsv41.layers.linear import Linear, RMSNorm
 from dsv41.layers.projections import AttentionProjections
@@ -40,22 +40,25 @@ class Attention(AttentionProjections):
     def __init__(
         self,
         config: TextConfig,
-        schedule: Schedule,
-        spec: LayerSpec,
+        kind: LayerKind,
         dense: WeightFormat,
         rules: ShardingRules = LOCAL,
     ):
         super().__init__(config, dense, rules)
-        self.spec = spec
-        self.kv_index = None if spec.kv_source is None else [s.index for s in schedule.kv_sources].index(spec.kv_source)
-        if spec.owns_kv:
-            self.compressor = _Compressor(config, spec.ratio)
-        if spec.selects:
-            self.indexer = Indexer(config, spec, dense, rules)
+        self.kind = kind
+        if kind.owns_kv:
+            self.compressor = _Compressor(config, kind.ratio)
+        if kind.selects:
+            self.indexer = Indexer(config, kind, dense, rules)
 
     def __call__(
-        self, x: jax.Array, batch: ForwardBatch, cache: KVCache, state: AttentionState | None, forced: jax.Array | None
-    ) -> tuple[jax.Array, KVCache, AttentionState | None]:
+        self,
+        x: jax.Array,
+        batch: ForwardBatch,
+        cache: LayerCache,
+        state: AttentionState | None,
+        forced: jax.Array | None,
+    ) -> tuple[jax.Array, LayerCache, AttentionState | None]:
         """One attention sublayer.
 
         Args:
@@ -66,52 +69,41 @@ class Attention(AttentionProjections):
 
         Returns:
           y bfloat16 [B, T, D], the cache with this step's entries, the selection for the layers behind.
-
-        Raises:
-          ValueError: a Reuse or Reindex layer was reached without the selection it depends on.
         """
         x = self._joined(x, batch)
-        rope = table_of(self.spec, cache.rope)[jnp.clip(batch.positions(), 0, cache.max_tokens - 1)]
+        rope = table_of(self.kind, cache.rope)[jnp.clip(batch.positions(), 0, cache.max_tokens - 1)]
         qr, q = self.queries(x, rope)
-        if self.spec.owns_kv:
+        if self.kind.owns_kv:
             cache = self._compress(x, batch, cache)
-        if self.spec.selects:
+        if self.kind.selects:
             with jax.named_scope("select"):
                 state = self._select(x, qr, rope, batch, cache, state, forced)
-        elif self.spec.mode is LayerMode.REUSE and (state is None or state.index_source != self.spec.index_source):
-            raise ValueError(
-                f"layer {self.spec.index} reuses the selection of layer {self.spec.index_source}, which has not run "
-                "in this step"
-            )
         with jax.named_scope("attend"):
             o, ring = self._attend(q, x, rope, batch, cache, state)
-        cache = dataclasses.replace(cache, window=_replaced(cache.window, self.spec.index, ring))
-        return self.output(o), cache, state
+        return self.output(o), dataclasses.replace(cache, window=ring), state
 
     def _select(self, x, qr, rope, batch, cache, state, forced) -> AttentionState:
         """The selection of this layer, or `forced`, and where its entries lie; see `__call__`."""
-        spec = self.spec
+        kind = self.kind
         known = None if state is None else state.candidates
-        if spec.reads_candidates and known is None:
-            raise ValueError(f"layer {spec.index} selects inside a candidate pool that no layer of this step built")
-        selected, built = self.indexer(x, qr, rope, batch, cache, self.kv_index, known)
+        selected, built = self.indexer(x, qr, rope, batch, cache, known)
         selected = selected if forced is None else forced
         pages = batch.step_pages(cache.page_table, self.rules.pages)
         pool = None
         if pages.axes:
-            held = None if state is None or spec.owns_kv else state.pool
-            pool, entries = pages.fetch(cache.main[self.kv_index], selected, cache.layout, spec.ratio, held)
+            held = None if state is None or kind.owns_kv else state.pool
+            pool, entries = pages.fetch(cache.main, selected, cache.layout, kind.ratio, held)
         else:
-            entries = cache.layout.physical_entry(pages.table, selected, spec.ratio)
+            entries = cache.layout.physical_entry(pages.table, selected, kind.ratio)
         return AttentionState(
             selected=selected,
             physical_entries=entries,
-            candidates=built if spec.builds_candidates else known,
-            index_source=spec.index,
+            candidates=built if kind.builds_candidates else known,
+            index_source=None,
             pool=pool,
         )
 
-    def compress(self, x: jax.Array, batch: ForwardBatch, cache: KVCache) -> KVCache:
+    def compress(self, x: jax.Array, batch: ForwardBatch, cache: LayerCache) -> LayerCache:
         """Writes main KV and index keys of every group that this step completes; the rest of the layer is not run.
 
         x, batch, cache as in `__call__`. Groups that begin below `batch.write_from` keep their stored bytes.
@@ -122,10 +114,9 @@ class Attention(AttentionProjections):
         return TokenSplit(*batch.tokens.shape, self.rules.heads).join(x)
 
     @jax.named_scope("compress")
-    def _compress(self, x: jax.Array, batch: ForwardBatch, cache: KVCache) -> KVCache:
+    def _compress(self, x: jax.Array, batch: ForwardBatch, cache: LayerCache) -> LayerCache:
         """`compress` of all tokens of the batch."""
-        ratio, k = self.spec.ratio, self.kv_index
-        pending = cache.pending[k]
+        ratio, pending = self.kind.ratio, cache.pending
         if ratio == 1:
             latent = self.compressor.norm(self.compressor.wkv(x))
         else:
@@ -147,27 +138,22 @@ class Attention(AttentionProjections):
         pages = batch.step_pages(cache.page_table, self.rules.pages)
         latent, keys = gather_rows([latent, self.indexer.keys(latent)], pages.axes)
         group, complete, _ = compression.group_window(pages.start, pages.num_new, x.shape[1], ratio)
-        rope = table_of(self.spec, cache.rope)[jnp.clip(group * ratio, 0, cache.max_tokens - 1)]
+        rope = table_of(self.kind, cache.rope)[jnp.clip(group * ratio, 0, cache.max_tokens - 1)]
         page, entry = pages.address(cache.layout, group, ratio)
         if pages.write_from is not None:
             complete = complete & (group * ratio >= pages.write_from[:, None])
-        page = drop_index(page, complete & (page >= 0), cache.main[k].shape[0])
-        main = quantize.write_main(latent, rope, cache.main[k], page, entry, layout=cache.layout.main)
-        index = self.indexer.write_keys(keys, rope, cache.index[k], page, entry, cache.layout.index)
-        return dataclasses.replace(
-            cache,
-            main=_replaced(cache.main, k, main),
-            index=_replaced(cache.index, k, index),
-            pending=_replaced(cache.pending, k, pending),
-        )
+        page = drop_index(page, complete & (page >= 0), cache.main.shape[0])
+        main = quantize.write_main(latent, rope, cache.main, page, entry, layout=cache.layout.main)
+        index = self.indexer.write_keys(keys, rope, cache.index, page, entry, cache.layout.index)
+        return dataclasses.replace(cache, main=main, index=index, pending=pending)
 
-    def _attend(self, q, x, rope, batch: ForwardBatch, cache: KVCache, state: AttentionState | None):
+    def _attend(self, q, x, rope, batch: ForwardBatch, cache: LayerCache, state: AttentionState | None):
         """bfloat16 [B, T, N, H], one softmax over window and selected entries of each query, and the layer's new ring.
 
         Where the ring has room for the step behind every query's window, the step is written first and all is read from
         the ring; else queries read a copy of the ring with the step's entries behind it.
         """
-        layout, window, ring = cache.layout, self.config.sliding_window, cache.window[self.spec.index]
+        layout, window, ring = cache.layout, self.config.sliding_window, cache.window
         ring_layout, tokens = layout.window, q.shape[1]
         slot, index = batch.ring_address(ring_layout.length, ring.shape[0])
         key = batch.positions()[..., None] - window + 1 + jnp.arange(window, dtype=jnp.int32)
@@ -187,15 +173,11 @@ class Attention(AttentionProjections):
             where = jnp.where(key >= start, ring_layout.length + key - start, key % ring_layout.length)
             ring = ring_layout.write(ring, slot, index, e4m3_to_byte(new[0]), new[1])
         pool, entries = None, None
-        if state is not None and self.kv_index is not None:
-            pool = cache.main[self.kv_index] if state.pool is None else state.pool
+        if state is not None and self.kind.is_compressed:
+            pool = cache.main if state.pool is None else state.pool
             entries = jnp.where(valid, state.physical_entries, -1)
         o = sparse_attention(
             q, read, read_slot, jnp.where((key >= floor) & valid, where, -1), pool, entries, self.attn_sink[...], rope,
             scale=self.config.head_dim**-0.5, window_layout=read_layout,
         )  # fmt: skip
         return o, ring
-
-
-def _replaced(items: tuple, index: int, value) -> tuple:
-    return (*items[:index], value, *items[index + 1 :])

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dsv41.cache import AttentionState, ForwardBatch, KVCache
-from dsv41.config import LayerSpec, ModelConfig, Schedule, TextConfig
+from dsv41.cache import AttentionState, ForwardBatch, LayerCache
+from dsv41.config import LayerKind, ModelConfig, TextConfig
 from dsv41.layers.attention import Attention
 from dsv41.layers.draft_attention import DraftAttention
 from dsv41.layers.engram import Engram
 from dsv41.layers.linear import RMSNorm, abstract
 from dsv41.layers.moe import MoE
-from dsv41.layers.residual import Entered, MixParameters, Residual, enter
+from dsv41.layers.residual import Residual, Sublayer
+from dsv41.layers.shared_trace import traced_once
 from dsv41.ops.linear import WeightFormat
 from dsv41.ops.token_split import TokenSplit
-from dsv41.sharding import LOCAL, ShardingRules
+from dsv41.sharding import LOCAL, ExpertPlacement, ShardingRules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,16 +57,16 @@ class ResidualBlock(nnx.Module):
             setattr(self, f"hc_{sublayer}_base", abstract(mix, dtype=jnp.float32))
             setattr(self, f"hc_{sublayer}_scale", abstract(3, dtype=jnp.float32))
 
-    def enter(self, residual: Residual, sublayer: str) -> Entered:
-        """Input and mix of the sublayer "attn" or "ffn"."""
-        mix = MixParameters(*(getattr(self, f"hc_{sublayer}_{part}")[...] for part in ("fn", "scale", "base")))
-        norm = self.attn_norm if sublayer == "attn" else self.ffn_norm
-        return enter(residual, mix, norm, iters=self.config.hc_sinkhorn_iters, hc_eps=self.config.hc_eps)
+    def sublayer(self, name: str) -> Sublayer:
+        """The one called "attn" or "ffn"."""
+        inner, norm = (self.attn, self.attn_norm) if name == "attn" else (self.ffn, self.ffn_norm)
+        mix = tuple(getattr(self, f"hc_{name}_{part}") for part in ("fn", "scale", "base"))
+        return Sublayer(inner, norm, mix, self.config.hc_sinkhorn_iters, self.config.hc_eps)
 
     def sublayers(
         self,
         residual: Residual,
-        attend: Callable[[jax.Array], tuple[jax.Array, Any]],
+        attention: tuple[Any, ...],
         valid: jax.Array,
         image_mask: jax.Array,
         forced_experts: jax.Array | None,
@@ -75,25 +75,23 @@ class ResidualBlock(nnx.Module):
 
         Args:
           residual: what the sublayer before left.
-          attend: normalised bfloat16 [B, T, D] -> (attention output bfloat16 [B, T, D], anything else it made).
+          attention: arguments of the attention behind its input.
           valid, image_mask: bool [B, T].
           forced_experts: int32 [B, T, K] to use instead of the computed ones, or None.
 
         Returns:
-          the residual, what else `attend` made, and what happened inside: block_in bfloat16 [B, T, R, D], attn_out,
+          the residual, what the attention returned, and what happened inside: block_in bfloat16 [B, T, R, D], attn_out,
           ffn_out bfloat16 [B, T, D], experts int32 [B, T, K], expert_weights float32 [B, T, K].
         """
         with jax.named_scope("attention"):
-            entered = self.enter(residual, "attn")
-            block_in = entered.streams
-            attn_out, made = attend(entered.x)
-            residual = entered.leave(attn_out)
+            residual, block_in, attended = traced_once(Sublayer.__call__, self.sublayer("attn"), residual, *attention)
         with jax.named_scope("moe"):
-            entered = self.enter(residual, "ffn")
-            ffn_out, experts, weights = self.ffn(entered.x, valid, image_mask, forced_experts)
-            residual = entered.leave(ffn_out)
+            residual, _, (ffn_out, experts, weights) = traced_once(
+                Sublayer.__call__, self.sublayer("ffn"), residual, valid, image_mask, forced_experts
+            )
+        attn_out = attended[0] if isinstance(attended, tuple) else attended
         inside = {"block_in": block_in, "attn_out": attn_out, "ffn_out": ffn_out}
-        return residual, made, inside | {"experts": experts, "expert_weights": weights}
+        return residual, attended, inside | {"experts": experts, "expert_weights": weights}
 
 
 class Block(ResidualBlock):
@@ -102,13 +100,12 @@ class Block(ResidualBlock):
     def __init__(
         self,
         config: TextConfig,
-        schedule: Schedule,
-        spec: LayerSpec,
+        kind: LayerKind,
         formats: BlockFormats,
         rules: ShardingRules = LOCAL,
+        placement: ExpertPlacement | None = None,
     ):
         c, experts, top_k = config, config.n_routed_experts, config.num_experts_per_tok
-        placement = rules.placements[spec.index] if rules.placements else None
         moe = MoE(
             c,
             dense=formats.dense,
@@ -118,20 +115,20 @@ class Block(ResidualBlock):
             rules=rules,
             placement=placement,
         )
-        super().__init__(c, Attention(c, schedule, spec, formats.dense, rules), moe)
-        self.spec, self.rules = spec, rules
-        if spec.engram is not None:
+        super().__init__(c, Attention(c, kind, formats.dense, rules), moe)
+        self.kind, self.rules = kind, rules
+        if kind.has_engram:
             self.engram = Engram(c, formats.dense)
 
-    def look_up(self, residual: Residual, batch: ForwardBatch) -> Residual:
-        """The residual after this block's Engram; unchanged if it has none."""
-        if self.spec.engram is None:
+    def look_up(self, residual: Residual, batch: ForwardBatch, ordinal: int | None) -> Residual:
+        """The residual after this block's Engram, the one with that number; None: it has none, and nothing changes."""
+        if ordinal is None:
             return residual
         with jax.named_scope("engram"):
             residual = residual.complete()
             split = self._tokens(batch).split
-            scales = None if batch.engram_scales is None else split(batch.engram_scales[:, :, self.spec.engram])
-            values = split(batch.engram_values[:, :, self.spec.engram])
+            scales = None if batch.engram_scales is None else split(batch.engram_scales[:, :, ordinal])
+            values = split(batch.engram_values[:, :, ordinal])
             return Residual(self.engram(residual.streams, values, scales, split(batch.image_mask)), residual.pre)
 
     def _tokens(self, batch: ForwardBatch) -> TokenSplit:
@@ -141,11 +138,11 @@ class Block(ResidualBlock):
         self,
         residual: Residual,
         batch: ForwardBatch,
-        cache: KVCache,
+        cache: LayerCache,
         state: AttentionState | None,
         forced_selected: jax.Array | None = None,
         forced_experts: jax.Array | None = None,
-    ) -> tuple[Residual, KVCache, AttentionState | None, dict[str, jax.Array]]:
+    ) -> tuple[Residual, LayerCache, AttentionState | None, dict[str, jax.Array]]:
         """Attention and MoE sublayers (after `look_up`).
 
         Args:
@@ -157,14 +154,10 @@ class Block(ResidualBlock):
           the residual, cache, state, and what happened inside, as in `sublayers`.
         """
         tokens = self._tokens(batch)
-
-        def attend(x):
-            y, new_cache, new_state = self.attn(x, batch, cache, state, forced_selected)
-            return y, (new_cache, new_state)
-
         forced = None if forced_experts is None else tokens.split(forced_experts)
         valid, image_mask = tokens.split(batch.valid()), tokens.split(batch.image_mask)
-        residual, (cache, state), inside = self.sublayers(residual, attend, valid, image_mask, forced)
+        attention = (batch, cache, state, forced_selected)
+        residual, (_, cache, state), inside = self.sublayers(residual, attention, valid, image_mask, forced)
         return residual, cache, state, inside
 
 
@@ -199,7 +192,5 @@ class DraftBlock(ResidualBlock):
         valid = tokens.split(jnp.broadcast_to(active[:, None], rope.shape[:2]))
         # Drafts are text: the image routing bias is never used here (dspark.md section 2.4).
         image_mask = jnp.zeros_like(valid)
-        residual, _, inside = self.sublayers(
-            residual, lambda x: (self.attn(x, rope, context, seen), None), valid, image_mask, None
-        )
+        residual, _, inside = self.sublayers(residual, (rope, context, seen), valid, image_mask, None)
         return residual, inside

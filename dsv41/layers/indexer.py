@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dsv41.cache import CacheLayout, ForwardBatch, KVCache, StepPages
-from dsv41.config import LayerSpec, TextConfig
+from dsv41.cache import CacheLayout, ForwardBatch, LayerCache, StepPages
+from dsv41.config import LayerKind, TextConfig
 from dsv41.layers.linear import Linear, RMSNorm
 from dsv41.ops import selection
 from dsv41.ops.block_selection import IndexQuery, rank_by_blocks, rank_in_blocks
@@ -85,17 +85,17 @@ class _Here:
 class Indexer(nnx.Module):
     """Index queries and head weights of a selecting layer; index keys too if it owns them."""
 
-    def __init__(self, config: TextConfig, spec: LayerSpec, dense: WeightFormat, rules: ShardingRules = LOCAL):
+    def __init__(self, config: TextConfig, kind: LayerKind, dense: WeightFormat, rules: ShardingRules = LOCAL):
         c = config
-        self.config, self.spec, self.rules = config, spec, rules
+        self.config, self.kind, self.rules = config, kind, rules
         self.sizes = SelectionSizes(
             top_k=c.index_topk,
-            pool_blocks=c.candidate_topk_blocks if spec.builds_candidates else 0,
+            pool_blocks=c.candidate_topk_blocks if kind.builds_candidates else 0,
             block=c.candidate_block_size,
         )
         self.wq_b = Linear(c.q_lora_rank, c.index_n_heads * c.index_head_dim, dense)
         self.weights_proj = Linear(c.hidden_size, c.index_n_heads, WeightFormat.BF16)
-        if spec.owns_kv:
+        if kind.owns_kv:
             self.wk = Linear(c.head_dim, c.index_head_dim, WeightFormat.BF16)
             self.k_norm = RMSNorm(c.index_head_dim, c.rms_norm_eps)
 
@@ -130,11 +130,10 @@ class Indexer(nnx.Module):
         qr: jax.Array,
         rope: jax.Array,
         batch: ForwardBatch,
-        cache: KVCache,
-        kv_index: int,
+        cache: LayerCache,
         candidates: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Selects entries of KV source number `kv_index` for every query.
+        """Selects entries of the layer's KV source for every query.
 
         Devices that share rows have a part of the queries each. Devices that share the pages of their sequences get the
         queries of all of them, rank the entries that they have, and each merges what was found for its own rows.
@@ -150,18 +149,18 @@ class Indexer(nnx.Module):
         split = QuerySplit.of(*x.shape[:2], self.rules.heads)
         query = self.query(*(split.queries(a) for a in (x, qr, rope)))
         arrays = [query.values, query.scales, query.weights]
-        if self.spec.reads_candidates:
+        if self.kind.reads_candidates:
             arrays.append(split.queries(candidates))
         values, scales, weights, *inside = gather_rows(arrays, pages.axes)
-        here = _Here.of(pages, split, batch, cache.layout, self.spec.ratio, self.sizes, *inside)
-        query, pool = IndexQuery(values, scales, weights), cache.index[kv_index]
+        here = _Here.of(pages, split, batch, cache.layout, self.kind.ratio, self.sizes, *inside)
+        query, pool = IndexQuery(values, scales, weights), cache.index
         by_blocks = indexer.runs_kernel(
             values, weights, pool, self.sizes.block,
-            num_pages=here.table.shape[1] * cache.layout.pages_per_logical(self.spec.ratio),
+            num_pages=here.table.shape[1] * cache.layout.pages_per_logical(self.kind.ratio),
             num_blocks=max(self.config.index_topk, self.config.candidate_topk_blocks),
         )  # fmt: skip
         found = (self._by_blocks if by_blocks else self._streaming)(query, here, pool, cache.layout)
-        found = found if self.spec.builds_candidates else found[:1]
+        found = found if self.kind.builds_candidates else found[:1]
         if pages.axes:
             found = merge_ranked(here.through_sequence(found), pages.axes, ordered=not by_blocks)
         selected, *built = (split.join(part.ids) for part in found)
@@ -174,7 +173,7 @@ class Indexer(nnx.Module):
     def _by_blocks(self, query: IndexQuery, here: _Here, pool: jax.Array, layout: CacheLayout):
         """Selection by kernels; a tile of queries is as large as its block maxima allow."""
         c, sizes = self.config, self.sizes
-        pages = layout.physical_pages(here.table, self.spec.ratio)
+        pages = layout.physical_pages(here.table, self.kind.ratio)
 
         def scan(values, scales, weights, visible, newest, candidates):
             part = IndexQuery(values, scales, weights)
@@ -190,7 +189,7 @@ class Indexer(nnx.Module):
 
     def _streaming(self, query: IndexQuery, here: _Here, pool: jax.Array, layout: CacheLayout):
         """Selection in plain XLA, a tile of keys at a time."""
-        c, ratio, size = self.config, self.spec.ratio, self.sizes.block
+        c, ratio, size = self.config, self.kind.ratio, self.sizes.block
         q = quantize.dequantize_mxfp4(query.values, query.scales)
         if here.candidates is not None:
             if self.rules.pages:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from dsv41.layers.linear import RMSNorm
 from pallas_kernels.hyper_connection import ops as mhc
@@ -35,15 +37,6 @@ class Residual:
 
 
 @dataclasses.dataclass(frozen=True)
-class MixParameters:
-    """What predicts a sublayer's mix."""
-
-    fn: jax.Array  # float32 [(2 + R) * R, R * D]
-    scale: jax.Array  # float32 [3]
-    base: jax.Array  # float32 [(2 + R) * R]
-
-
-@dataclasses.dataclass(frozen=True)
 class Entered:
     """A sublayer's input, and what its output will be added with."""
 
@@ -58,21 +51,52 @@ class Entered:
         return Residual(self.streams, self.pre, (y, self.post, self.comb))
 
 
-def enter(residual: Residual, mix: MixParameters, norm: RMSNorm, *, iters: int, hc_eps: float) -> Entered:
-    """Adds the pending update and prepares a sublayer: its normalised input, and its mix of the complete streams.
+class Sublayer(nnx.Module):
+    """Attention or MoE between the residual streams: what it is made of belongs to a block.
 
-    `iters` and `hc_eps` are those of the Sinkhorn rounds; the mix uses the epsilon of `norm`.
+    Args:
+      inner: what runs on the collapsed streams.
+      norm: of its input; the mix uses its epsilon.
+      mix: what predicts it: fn float32 [(2 + R) * R, R * D], scale float32 [3], base float32 [(2 + R) * R].
+      iters, hc_eps: of the Sinkhorn rounds.
     """
-    options = {"iters": iters, "norm_eps": norm.eps, "hc_eps": hc_eps}
-    streams = residual.streams
-    if residual.update is None:
-        coefficients = mhc.mix_coefficients(streams, mix.fn, mix.scale, mix.base, **options)
-        return Entered(norm(mhc.collapse(streams, residual.pre)), streams, *coefficients)
-    lead = streams.shape[:2]
-    rows = (streams, *residual.update, residual.pre)
-    rows = [x.reshape(-1, *x.shape[2:]) for x in rows]
-    streams, x, *coefficients = mhc.residual_step(*rows, mix.fn, mix.scale, mix.base, norm.weight[...], **options)
-    return Entered(*(a.reshape(*lead, *a.shape[1:]) for a in (x, streams, *coefficients)))
+
+    def __init__(
+        self, inner: nnx.Module, norm: RMSNorm, mix: tuple[nnx.Param, nnx.Param, nnx.Param], iters: int, hc_eps: float
+    ):
+        self.inner, self.norm = inner, norm
+        self.fn, self.scale, self.base = mix
+        self.iters, self.hc_eps = iters, hc_eps
+
+    def enter(self, residual: Residual) -> Entered:
+        """Adds the pending update and prepares the sublayer: its normalised input, and its mix of the complete
+        streams."""
+        mix, norm = (self.fn[...], self.scale[...], self.base[...]), self.norm
+        options = {"iters": self.iters, "norm_eps": norm.eps, "hc_eps": self.hc_eps}
+        streams = residual.streams
+        if residual.update is None:
+            coefficients = mhc.mix_coefficients(streams, *mix, **options)
+            return Entered(norm(mhc.collapse(streams, residual.pre)), streams, *coefficients)
+        lead = streams.shape[:2]
+        rows = (streams, *residual.update, residual.pre)
+        rows = [x.reshape(-1, *x.shape[2:]) for x in rows]
+        streams, x, *coefficients = mhc.residual_step(*rows, *mix, norm.weight[...], **options)
+        return Entered(*(a.reshape(*lead, *a.shape[1:]) for a in (x, streams, *coefficients)))
+
+    def __call__(self, residual: Residual, *args: Any) -> tuple[Residual, jax.Array, Any]:
+        """The whole sublayer.
+
+        Args:
+          residual: what the one before left.
+          args: of `inner`, behind its input.
+
+        Returns:
+          the residual, the complete streams that it began with bfloat16 [B, T, R, D], and what `inner` returned: its
+          output bfloat16 [B, T, D], alone or first of several values.
+        """
+        entered = self.enter(residual)
+        made = self.inner(entered.x, *args)
+        return entered.leave(made[0] if isinstance(made, tuple) else made), entered.streams, made
 
 
 def open_streams(x: jax.Array, num_streams: int) -> Residual:

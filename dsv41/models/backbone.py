@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dsv41.cache import AttentionState, ForwardBatch, KVCache, local_step
-from dsv41.config import ModelConfig, layer_schedule
+from dsv41.cache import AttentionState, ForwardBatch, KVCache, LayerCache, local_step
+from dsv41.config import LayerMode, LayerSpec, ModelConfig, layer_schedule
 from dsv41.layers import (
     Block,
     BlockFormats,
@@ -59,9 +59,14 @@ class Backbone(nnx.Module):
     def __init__(self, config: ModelConfig, rules: ShardingRules = LOCAL, formats: BlockFormats | None = None):
         c = config.text_config
         self.config, self.rules = c, rules
-        schedule, formats = layer_schedule(c), formats or BlockFormats.of(config)
+        self.schedule, formats = layer_schedule(c), formats or BlockFormats.of(config)
         self.embed = _Table(c.vocab_size, c.hidden_size)
-        self.layers = nnx.List([Block(c, schedule, spec, formats, rules) for spec in schedule.layers])
+        self.layers = nnx.List(
+            [
+                Block(c, spec.kind, formats, rules, rules.placements[spec.index] if rules.placements else None)
+                for spec in self.schedule.layers
+            ]
+        )
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.head = _Table(c.vocab_size, c.hidden_size)
 
@@ -87,22 +92,35 @@ class Backbone(nnx.Module):
         forced: ForcedChoices,
         capture: tuple[str, ...],
     ) -> tuple[Residual, KVCache, AttentionState | None, dict[str, jax.Array]]:
-        """Runs consecutive blocks; the last value holds what `capture` asks for, keyed "name.layer"."""
+        """Runs consecutive blocks; the last value holds what `capture` asks for, keyed "name.layer".
+
+        Raises:
+          ValueError: a layer is reached without the selection or the candidate pool that it depends on.
+        """
         aux: dict[str, jax.Array] = {}
         join = self.tokens(batch).join
         for n in layers:
-            block = self.layers[n]
+            block, spec = self.layers[n], self.schedule.layers[n]
+            _check_reads(spec, state)
             with jax.named_scope(f"layer_{n}"):
-                residual = block.look_up(residual, batch)
+                residual = block.look_up(residual, batch, spec.engram)
                 pre_in = residual.pre
-                residual, cache, state, inside = block(
-                    residual, batch, cache, state, forced.selected.get(n), forced.experts.get(n)
+                source = spec.index if spec.selects else getattr(state, "index_source", None)
+                # A layer with a KV source of its own begins anew, whatever those before it selected.
+                known = None if state is None or spec.owns_kv else dataclasses.replace(state, index_source=None)
+                residual, own_cache, state, inside = block(
+                    residual,
+                    batch,
+                    LayerCache.of(cache, spec),
+                    known,
+                    forced.selected.get(n),
+                    forced.experts.get(n),
                 )
-                if "taps" in capture and block.spec.tap is not None:
+                cache = own_cache.written_to(cache, spec)
+                state = None if state is None else dataclasses.replace(state, index_source=source)
+                if "taps" in capture and spec.tap is not None:
                     # The plain mean, not the mix that the block collapsed with (dspark.md section 2.1).
-                    aux[f"tap.{block.spec.tap}"] = join(
-                        round_to_bf16(inside["block_in"].astype(jnp.float32).mean(axis=2))
-                    )
+                    aux[f"tap.{spec.tap}"] = join(round_to_bf16(inside["block_in"].astype(jnp.float32).mean(axis=2)))
             own: dict[str, jax.Array] = {}
             if "streams" in capture:
                 out = residual.complete()
@@ -113,9 +131,9 @@ class Backbone(nnx.Module):
                 own |= {k: inside[k] for k in ("experts", "expert_weights")}
             aux |= {f"{name}.{n}": join(x) for name, x in own.items()}
             if "choices" in capture:
-                if block.spec.selects:
+                if spec.selects:
                     aux[f"selected.{n}"] = state.selected
-                if block.spec.builds_candidates:
+                if spec.builds_candidates:
                     aux[f"candidates.{n}"] = state.candidates
         return residual, cache, state, aux
 
@@ -128,6 +146,16 @@ class Backbone(nnx.Module):
         residual = residual.complete()
         x = self.norm(mhc.collapse(residual.streams, residual.pre))
         return head_logits(x if logits == "last" else tokens.join(x), self.head.weight[...], self.rules)
+
+
+def _check_reads(spec: LayerSpec, state: AttentionState | None) -> None:
+    """Raises ValueError if the layers before have not left what this one reads."""
+    if spec.mode is LayerMode.REUSE and (state is None or state.index_source != spec.index_source):
+        raise ValueError(
+            f"layer {spec.index} reuses the selection of layer {spec.index_source}, which has not run in this step"
+        )
+    if spec.reads_candidates and (state is None or state.candidates is None):
+        raise ValueError(f"layer {spec.index} selects inside a candidate pool that no layer of this step built")
 
 
 def abstract_params(config: ModelConfig) -> Params:
@@ -190,8 +218,9 @@ def forward(
     residual, cache, _, aux = model.run(model.start(batch), batch, cache, None, range(middle), forced, capture)
     if tail is not None:
         residual = residual.complete()
-        first = model.layers[middle]
-        cache = first.attn.compress(first.enter(residual, "attn").x, batch, cache)
+        first, spec = model.layers[middle], model.schedule.layers[middle]
+        own = first.attn.compress(first.sublayer("attn").enter(residual).x, batch, LayerCache.of(cache, spec))
+        cache = own.written_to(cache, spec)
         if not tail:
             return None, dataclasses.replace(cache, page_table=page_table), aux
         whole, begin, batch = model.tokens(batch), batch.num_new - batch.tail, batch.tail_batch(tail)

@@ -9,7 +9,7 @@ import math
 import jax
 import numpy as np
 
-from dsv41.config import LayerSpec, RopeScaling, TextConfig
+from dsv41.config import LayerKind, RopeScaling, TextConfig
 
 
 def rope_frequencies(rope_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
@@ -48,6 +48,6 @@ def layer_frequencies(config: TextConfig, *, compressed: bool) -> np.ndarray:
     return rope_frequencies(config.qk_rope_head_dim, config.rope_theta, None)
 
 
-def table_of(spec: LayerSpec, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
+def table_of(kind: LayerKind, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
     """The table a layer rotates with, of (sliding, compressed)."""
-    return tables[1] if spec.is_compressed else tables[0]
+    return tables[1] if kind.is_compressed else tables[0]

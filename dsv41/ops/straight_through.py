@@ -26,7 +26,9 @@ def _straight_through(fn: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Arr
 
     # The argument's dtype travels as an empty array: residuals are arrays.
     rounded.defvjp(lambda x: (fn(x), jnp.zeros((0,), x.dtype)), lambda like, g: (g.astype(like.dtype),))
-    return functools.wraps(fn)(lambda x: rounded(x))
+    # Weights of few shapes are rounded by the hundred: each shape is traced once.
+    compiled = jax.jit(rounded)
+    return functools.wraps(fn)(lambda x: compiled(x))
 
 
 @_straight_through

@@ -40,8 +40,9 @@ SELECTED = "selected"
 class Shared:
     """What layers hand to those behind them. Gradients of all readers add up in float32."""
 
-    main: dict[int, jax.Array]  # by source layer: float32 [B, S, H] compressed KV, bfloat16 values
-    index: dict[int, jax.Array]  # by source layer: float32 [B, S, C] index keys, bfloat16 values
+    # of the last layer that owns KV: float32 [B, S, H] compressed KV and [B, S, C] index keys, bfloat16 values
+    main: jax.Array | None = None
+    index: jax.Array | None = None
     selected: jax.Array | None = None  # int32 [B, T, K] entries of the row, -1 unused
     candidates: jax.Array | None = None  # int32 [B, T, P] candidate blocks of the row, -1 unused
 
@@ -83,8 +84,8 @@ def attend_packed(
     Args:
       attn: on one device, with weights of `WeightFormat.QAT` or `BF16`.
       x: bfloat16 [B, T, D], normalised.
-      pack: the rows.
-      shared: of the layers before.
+      pack: the rows, with the window floors that this layer has.
+      shared: of the layers before: what the layer reads must be there.
       rope: tables of sliding and of compressed layers, float32 [at least T, 2, r].
       key: of what is explored.
       options: see there.
@@ -92,20 +93,20 @@ def attend_packed(
     Returns:
       y bfloat16 [B, T, D], what the layers behind read, and what a selecting layer's indexer has to learn.
     """
-    spec, qat = attn.spec, options.qat
-    table = table_of(spec, rope)[pack.position]
+    kind, qat = attn.kind, options.qat
+    table = table_of(kind, rope)[pack.position]
     qr, q = attn.queries(x, table)
     window = apply_rope(attn.kv_norm(attn.wkv(x)), table)
     window = activation_fp8(window) if qat.window else window
-    if spec.owns_kv:
+    if kind.owns_kv:
         shared = _compress(attn, x, pack, shared, rope, qat)
     query = None
-    if spec.selects:
+    if kind.selects:
         query = _index_query(attn, x, qr, table, qat)
         shared = _select(attn, query, pack, shared, key, options)
     main, selected = None, None
-    if spec.is_compressed:
-        main, selected = shared.main[spec.kv_source], shared.selected
+    if kind.is_compressed:
+        main, selected = shared.main, shared.selected
 
     def attend(selected):
         first, sink = window_start(attn, pack), attn.attn_sink[...]
@@ -114,12 +115,12 @@ def attend_packed(
     with jax.named_scope("attend"):
         o, mass = attend(selected)
     metrics = None
-    if spec.selects:
-        loss = index_loss(*query, shared.index[spec.kv_source], selected, mass, pack.valid)
+    if kind.selects:
+        loss = index_loss(*query, shared.index, selected, mass, pack.valid)
         metrics = SelectionMetrics(loss, None)
         if options.recall:
             entry = jnp.arange(main.shape[1], dtype=jnp.int32)
-            every = jnp.where(Visible.of_pack(pack, spec.ratio).mask(entry), entry, -1)
+            every = jnp.where(Visible.of_pack(pack, kind.ratio).mask(entry), entry, -1)
             chosen = selected[..., : selected.shape[-1] - options.explored]
             metrics = SelectionMetrics(loss, recall(chosen, attend(every)[1], pack.valid, pack.spread))
     return attn.output(apply_rope(o, table[:, :, None], inverse=True)), shared, metrics
@@ -130,35 +131,29 @@ def window_start(attn: Attention, pack: PackedBatch) -> jax.Array:
 
     In decoder layers the window of a replayed token begins with the replay (training.md section 7.2).
     """
-    first = jnp.maximum(pack.position - attn.config.sliding_window + 1, 0)
-    if attn.spec.in_decoder:
-        first = jnp.maximum(first, pack.window_floor)
-    return pack.start + first
+    first = jnp.maximum(pack.position - attn.config.sliding_window + 1, pack.window_floor)
+    return pack.start + jnp.maximum(first, 0)
 
 
 @jax.named_scope("compress")
 def _compress(attn: Attention, x, pack: PackedBatch, shared: Shared, rope, qat: QAT) -> Shared:
     """Main KV and index keys of every group of the row; those behind a document's last whole group are never seen."""
-    spec, part = attn.spec, attn.compressor
-    if spec.ratio == 1:
+    kind, part = attn.kind, attn.compressor
+    if kind.ratio == 1:
         latent = part.norm(part.wkv(x))
     else:
         value, gate = product_bf16(x, part.wkv.weight[...]), product_bf16(x, part.wgate.weight[...])
-        group = jnp.arange(x.shape[1], dtype=jnp.int32).reshape(1, -1, spec.ratio)
+        group = jnp.arange(x.shape[1], dtype=jnp.int32).reshape(1, -1, kind.ratio)
         group = jnp.broadcast_to(group, (x.shape[0], *group.shape[1:]))
         latent = compression.pool_groups(value, gate, group, part.norm.weight[...], attn.config.rms_norm_eps)
-    table = table_of(spec, rope)[pack.position[:, :: spec.ratio]]
+    table = table_of(kind, rope)[pack.position[:, :: kind.ratio]]
     indexer = attn.indexer
     # The model does not learn from the indexer's loss, nor the indexer from the model's (training.md section 4.2).
     index = apply_rope(indexer.k_norm(indexer.keys(jax.lax.stop_gradient(latent))), table)
     main = apply_rope(latent, table)
     if qat.main:
         index, main = index_mxfp4(index), main_kv_fp4(main)
-    return dataclasses.replace(
-        shared,
-        main=shared.main | {spec.index: main.astype(jnp.float32)},
-        index=shared.index | {spec.index: index.astype(jnp.float32)},
-    )
+    return dataclasses.replace(shared, main=main.astype(jnp.float32), index=index.astype(jnp.float32))
 
 
 def _index_query(attn: Attention, x, qr, table, qat: QAT) -> tuple[jax.Array, jax.Array]:
@@ -173,16 +168,14 @@ def _index_query(attn: Attention, x, qr, table, qat: QAT) -> tuple[jax.Array, ja
 
 @jax.named_scope("select")
 def _select(attn: Attention, query, pack: PackedBatch, shared: Shared, key, options: AttentionOptions) -> Shared:
-    spec = attn.spec
-    if spec.reads_candidates and shared.candidates is None:
-        raise ValueError(f"layer {spec.index} selects inside a candidate pool that no layer before it built")
-    visible = Visible.of_pack(pack, spec.ratio)
-    candidates = shared.candidates if spec.reads_candidates else None
-    keys = shared.index[spec.kv_source].astype(jnp.bfloat16)
+    kind = attn.kind
+    visible = Visible.of_pack(pack, kind.ratio)
+    candidates = shared.candidates if kind.reads_candidates else None
+    keys = shared.index.astype(jnp.bfloat16)
     selected, built = select(*query, keys, visible, attn.indexer.sizes, candidates)
     if options.explored:
-        selected = explore(jax.random.fold_in(key, spec.index), selected, visible, options.explored, pack.spread)
-    candidates = built if spec.builds_candidates else shared.candidates
+        selected = explore(key, selected, visible, options.explored, pack.spread)
+    candidates = built if kind.builds_candidates else shared.candidates
     selected, candidates = checkpoint_name((selected, candidates), SELECTED)
     return dataclasses.replace(shared, selected=selected, candidates=candidates)
 

@@ -166,14 +166,14 @@ def _stage(
 ) -> tuple[Residual, jax.Array]:
     """One stage; rope float32 [blocks, K, 2, r], keep bool [blocks, K]. Also the loads of its experts, int32 [E]."""
     with jax.named_scope("attention"):
-        entered = stage.enter(residual, "attn")
+        entered = stage.sublayer("attn").enter(residual)
         attn, (keys, seen) = stage.attn, context
         _, q = attn.queries(entered.x, rope)
         own = _window_kv(attn, entered.x, rope, qat)
         o = block_attention(q, keys.astype(jnp.bfloat16), seen, own, attn.attn_sink[...])
         residual = entered.leave(attn.output(apply_rope(o, rope[:, :, None], inverse=True)))
     with jax.named_scope("moe"):
-        entered = stage.enter(residual, "ffn")
+        entered = stage.sublayer("ffn").enter(residual)
         # Drafts are text: the image routing bias is never used here (dspark.md section 2.4).
         y, experts, _ = moe_sublayer(stage.ffn, entered.x, keep, jnp.zeros_like(keep))
         residual = entered.leave(y)

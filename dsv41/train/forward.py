@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv41.config import ModelConfig
-from dsv41.layers import Block, Residual, open_streams, with_parameters
+from dsv41.layers import Block, Residual, Sublayer, open_streams, traced_once, with_parameters
 from dsv41.models import Backbone, Params
 from dsv41.ops.straight_through import product_of_master, rows_fp8
 from dsv41.train.attention import SELECTED, AttentionOptions, SelectionMetrics, Shared, attend_packed
@@ -120,25 +120,30 @@ def run_layers(
     quantized = qat.weights and config.quantization_config is not None
     streams = open_streams(_embed(masters["embed"]["weight"], pack), config.text_config.hc_mult)
     rope = jax.tree.map(jnp.asarray, rope)
-    state = (streams, Shared({}, {}))
+    state = (streams, Shared())
     layers, taps = [], []
     # Kernels have no derivatives.
     with kernels("xla"):
-        for n, block in enumerate(model.layers):
+        for block, spec in zip(model.layers, model.schedule.layers, strict=True):
             rows = None
-            if block.spec.engram is not None:
-                table, ids = tables[block.spec.engram], pack.engram_rows[:, :, block.spec.engram]
+            if spec.engram is not None:
+                table, ids = tables[spec.engram], pack.engram_rows[:, :, spec.engram]
                 split = table.shape[1] < config.text_config.engram_head_dim
                 rows = pack.spread.look_up(table, ids) if split else table[ids]
                 rows = rows_fp8(rows) if quantized else round_to_bf16(rows)
 
-            def layer(state, rows, block=block):
-                return _layer(block, *state, rows, pack, rope, key, config, options)
+            seen = (
+                pack if spec.in_decoder else dataclasses.replace(pack, window_floor=jnp.zeros_like(pack.window_floor))
+            )
+            own = jax.random.fold_in(key, spec.index)
 
-            with jax.named_scope(f"layer_{n}"):
+            def layer(state, rows, block=block, pack=seen, key=own):
+                return _layer(block, *state, rows, pack, rope, key, config, options.attention)
+
+            with jax.named_scope(f"layer_{spec.index}"):
                 state, made = (_rematerialized(layer) if options.rematerialize else layer)(state, rows)
             layers.append(made)
-            if options.taps and block.spec.tap is not None:
+            if options.taps and spec.tap is not None:
                 taps.append(made.tap)
         residual = state[0].complete()
         x = model.norm(mhc.collapse(residual.streams, residual.pre))
@@ -163,31 +168,41 @@ class _Made(NamedTuple):
     loads: Loads
     selection: SelectionMetrics | None
     balance: jax.Array
-    tap: jax.Array | None
+    tap: jax.Array  # bfloat16 [B, T, D], the mean of the streams that the block began with
 
 
 def _layer(
     block: Block, residual: Residual, shared: Shared, rows, pack: PackedBatch, rope, key, config: ModelConfig, options
 ) -> tuple[tuple[Residual, Shared], _Made]:
     """One block; rows bfloat16 [B, T, K, D] of its Engram, or None."""
-    text = config.text_config
     if rows is not None:
         residual = residual.complete()
         residual = Residual(block.engram(residual.streams, rows, None, pack.image_mask), residual.pre)
     with jax.named_scope("attention"):
-        entered = block.enter(residual, "attn")
-        tap = None
-        if options.taps and block.spec.tap is not None:
-            tap = round_to_bf16(entered.streams.astype(jnp.float32).mean(axis=2))
-        y, shared, selection = attend_packed(block.attn, entered.x, pack, shared, rope, key, options.attention)
-        residual = entered.leave(y)
+        residual, streams, shared, selection = traced_once(
+            _attend, block.sublayer("attn"), residual, pack, shared, rope, key, options=options
+        )
     with jax.named_scope("moe"):
-        entered = block.enter(residual, "ffn")
-        y, experts, scores = moe_sublayer(block.ffn, entered.x, pack.valid, pack.image_mask)
-        residual = entered.leave(y)
-    loads = count_loads(experts, pack, text.n_routed_experts)
-    balance = sequence_balance(scores, pack, top_k=text.num_experts_per_tok, align=alignment(config))
+        residual, loads, balance = traced_once(_feed_forward, block.sublayer("ffn"), residual, pack, config=config)
+    # What nothing reads costs nothing.
+    tap = round_to_bf16(streams.astype(jnp.float32).mean(axis=2))
     return (residual, shared), _Made(loads, selection, balance, tap)
+
+
+def _attend(sublayer: Sublayer, residual: Residual, pack: PackedBatch, shared: Shared, rope, key, *, options):
+    """The attention sublayer; also the complete streams that it began with."""
+    entered = sublayer.enter(residual)
+    y, shared, selection = attend_packed(sublayer.inner, entered.x, pack, shared, rope, key, options)
+    return entered.leave(y), entered.streams, shared, selection
+
+
+def _feed_forward(sublayer: Sublayer, residual: Residual, pack: PackedBatch, *, config: ModelConfig):
+    """The MoE sublayer; also the loads of its experts and the balance loss."""
+    entered = sublayer.enter(residual)
+    y, experts, scores = moe_sublayer(sublayer.inner, entered.x, pack.valid, pack.image_mask)
+    text = config.text_config
+    balance = sequence_balance(scores, pack, top_k=text.num_experts_per_tok, align=alignment(config))
+    return entered.leave(y), count_loads(experts, pack, text.n_routed_experts), balance
 
 
 def _embed(table: jax.Array, pack: PackedBatch) -> jax.Array:

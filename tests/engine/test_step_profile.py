@@ -18,7 +18,7 @@ from tests.models_for_tests import small_model
 
 SCOPES = {
     "fusion.1": "jit(forward)/layer_3/attention/attend/mul",
-    "fusion.2": "jit(forward)/layer_3/attention/attend/dot",
+    "fusion.2": "jit(forward)/layer_3/attention/jit(_call)/attend/dot",
     "while.7": "jit(forward)/layer_3/moe/experts/while/body/dot",
     "fusion.9": "jit(forward)/layer_10/engram/take",
     "fusion.4": "jit(forward)/head/dot",

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv41.cache import AttentionState
+from dsv41.cache import AttentionState, LayerCache
 from dsv41.config import LayerMode, ModelConfig, layer_schedule
-from dsv41.models import bind
+from dsv41.models import ForcedChoices, bind
 from dsv41.ops import selection
 from dsv41.ops.moe import route, routed_experts, swiglu
 from dsv41.ops.rope import layer_frequencies
@@ -138,15 +138,19 @@ def test_a1_reuse_without_a_selection_is_an_error():
     model = tiny_model()
     backbone, cache = bind(model.config, model.params), model.init_cache(1, 128)
     batch = jax.tree.map(jnp.asarray, model.make_batch([[5, 6, 7]]))
-    x = jnp.zeros((1, batch.tokens.shape[1], 128), jnp.bfloat16)
+    residual = backbone.start(batch)
+
+    def run(layer, state):
+        backbone.run(residual, batch, cache, state, range(layer, layer + 1), ForcedChoices(), ())
+
     with pytest.raises(ValueError, match="layer 3 reuses the selection of layer 2"):
-        backbone.layers[3].attn(x, batch, cache, None, None)
+        run(3, None)
     none = jnp.full((1, 8, 8), -1, jnp.int32)
     stale = AttentionState(selected=none, physical_entries=none, candidates=None, index_source=4)
     with pytest.raises(ValueError, match="layer 3 reuses the selection of layer 2"):
-        backbone.layers[3].attn(x, batch, cache, stale, None)
+        run(3, stale)
     with pytest.raises(ValueError, match="candidate pool that no layer"):
-        backbone.layers[8].attn(x, batch, cache, stale, None)
+        run(8, stale)
 
 
 def _pool(length: int, scores: np.ndarray, blocks: int, size: int = 8, tile: int = 2048) -> np.ndarray:
@@ -200,11 +204,12 @@ def test_a3_newest_block_stays():
 def test_a7_window_edges():
     """Only the last `sliding_window` positions of a layer without compressed entries matter, and all of them do."""
     model = tiny_model()
-    assert layer_schedule(model.config.text_config).layers[0].mode is LayerMode.SLIDING
+    spec = layer_schedule(model.config.text_config).layers[0]
+    assert spec.mode is LayerMode.SLIDING
     attn = bind(model.config, model.params).layers[0].attn
     batch = jax.tree.map(jnp.asarray, model.make_batch([[5] * 40], padded=False))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 40, 128)), jnp.bfloat16)
-    run = jax.jit(lambda x: attn(x, batch, model.init_cache(1, 128), None, None)[0])
+    run = jax.jit(lambda x: attn(x, batch, LayerCache.of(model.init_cache(1, 128), spec), None, None)[0])
     base = np.asarray(run(x), np.float32)[0, 39]
     for position, matters in ((23, False), (24, True), (39, True)):
         moved = np.asarray(run(x.at[0, position].add(1.0)), np.float32)[0, 39]

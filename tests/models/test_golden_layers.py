@@ -3,6 +3,7 @@
 This is the sharp comparison: a rounding that goes the other way early in a free run moves everything behind it.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dsv41.cache import LayerCache
 from dsv41.layers import Block, Residual
 from dsv41.models import bind
 from pallas_kernels.indexer.ops import index_scores
@@ -36,15 +38,17 @@ def golden_layers() -> dict[int, dict]:
     backbone = bind(model.config, model.params)
     batch = jax.tree.map(jnp.asarray, model.make_batch(g["input_ids"][:, :PROMPT], padded=False))
     cache, state, results = model.init_cache(2, CAPACITY), None, {}
-    for n, block in enumerate(backbone.layers):
+    for block, spec in zip(backbone.layers, backbone.schedule.layers, strict=True):
+        n = spec.index
         experts = jnp.asarray(g[f"prefill.moe_indices.{n}"].astype(np.int32))
-        step = jax.jit(lambda x, cache, state, block=block, e=experts: block(x, batch, cache, state, None, e))
         residual = Residual(jnp.asarray(g[f"prefill.block_in.{n}"]), golden_pre(n))
-        residual, cache, state, inside = step(residual, cache, state)
+        state = None if state is None or spec.owns_kv else dataclasses.replace(state, index_source=None)
+        residual, own, state, inside = block(residual, batch, LayerCache.of(cache, spec), state, None, experts)
+        cache = own.written_to(cache, spec)
         inside |= {"streams": residual.complete().streams, "pre": residual.pre}
-        if block.spec.selects:
+        if spec.selects:
             inside["selected"] = state.selected
-        if block.spec.builds_candidates:
+        if spec.builds_candidates:
             inside["candidates"] = state.candidates
         results[n] = {k: np.asarray(v) for k, v in inside.items()}
     results["cache"] = cache
@@ -95,8 +99,8 @@ def test_routing_is_exact(layer):
     """
     model, g = tiny_model(), expected(GOLDEN)
     block = bind(model.config, model.params).layers[layer]
-    entered = block.enter(Residual(jnp.asarray(g[f"prefill.block_in.{layer}"]), golden_pre(layer)), "attn")
-    x = block.enter(entered.leave(jnp.asarray(g[f"prefill.attn_out.{layer}"])), "ffn").x
+    entered = block.sublayer("attn").enter(Residual(jnp.asarray(g[f"prefill.block_in.{layer}"]), golden_pre(layer)))
+    x = block.sublayer("ffn").enter(entered.leave(jnp.asarray(g[f"prefill.attn_out.{layer}"]))).x
     valid = jnp.ones(x.shape[:2], bool)
     _, experts, weights = block.ffn(x, valid, ~valid, None)
     golden, order = g[f"prefill.moe_indices.{layer}"], np.argsort(g[f"prefill.moe_indices.{layer}"], axis=-1)
@@ -107,18 +111,18 @@ def test_routing_is_exact(layer):
 
 def _attention_input(block: Block, layer: int) -> jnp.ndarray:
     residual = Residual(jnp.asarray(expected(GOLDEN)[f"prefill.block_in.{layer}"]), golden_pre(layer))
-    return block.enter(residual, "attn").x
+    return block.sublayer("attn").enter(residual).x
 
 
 @pytest.mark.parametrize("layer", [2, 4, 6, 8, 10])
 def test_index_scores(layer):
     model, g = tiny_model(), expected(GOLDEN)
-    block = bind(model.config, model.params).layers[layer]
+    block, source = bind(model.config, model.params).layers[layer], model.schedule.layers[layer].kv_source
     x = _attention_input(block, layer)
     rope = model.init_cache(2, CAPACITY).rope[1][:PROMPT][None]
     query = block.attn.indexer.query(x, block.attn.q_norm(block.attn.wq_a(x)), rope)
     q = quantize.dequantize_mxfp4(query.values, query.scales)
-    keys = jnp.asarray(g[f"cache_after_prefill.index_k.{block.spec.kv_source}"])
+    keys = jnp.asarray(g[f"cache_after_prefill.index_k.{source}"])
     scores = np.asarray(index_scores(q, query.weights, keys))
     golden = g[f"prefill.index_score.{layer}"].astype(np.float32)
     visible = np.isfinite(golden)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from dsv41.cache import ForwardBatch, KVCache, PageOwners, cache_specs, init_cache, local_step
+from dsv41.cache import ForwardBatch, KVCache, LayerCache, PageOwners, cache_specs, init_cache, local_step
 from dsv41.config import LayerMode, layer_schedule
 from dsv41.layers import Attention, BlockFormats, with_parameters
 from dsv41.models.sharded import param_specs
@@ -46,10 +46,11 @@ def _attend(rules, params, xs, batch, cache):
     batch, cache = local_step(batch, cache, rules)
     tokens, state, found = TokenSplit(*batch.tokens.shape, rules.heads), None, []
     for n in LAYERS:
-        attention = Attention(config.text_config, schedule, schedule.layers[n], dense, rules)
-        attention = with_parameters(attention, params[n])
+        spec = schedule.layers[n]
+        attention = with_parameters(Attention(config.text_config, spec.kind, dense, rules), params[n])
         with jax.named_scope(f"layer_{n}"):
-            y, cache, state = attention(tokens.split(xs[n]), batch, cache, state, None)
+            y, own, state = attention(tokens.split(xs[n]), batch, LayerCache.of(cache, spec), state, None)
+        cache = own.written_to(cache, spec)
         candidates = jnp.zeros((*state.selected.shape[:2], 0)) if state.candidates is None else state.candidates
         found.append((tokens.join(y), state.selected, candidates))
     return found, dataclasses.replace(cache, page_table=table)
@@ -142,12 +143,12 @@ def _scores(n: int, tokens: int, max_tokens: int) -> np.ndarray:
     cache, config = _alone(tokens, max_tokens)[1], small_model().config
     schedule = layer_schedule(config.text_config)
     spec = schedule.layers[n]
-    attention = Attention(config.text_config, schedule, spec, BlockFormats.of(config).dense)
+    attention = Attention(config.text_config, spec.kind, BlockFormats.of(config).dense)
     attention = with_parameters(attention, params[n])
     rope = cache.rope[1][np.clip(batch.positions(), 0, max_tokens - 1)]
     query = attention.indexer.query(xs[n], attention.queries(xs[n], rope)[0], rope)
     pages = cache.layout.physical_pages(jnp.asarray(cache.page_table), spec.ratio)
-    keys = quantize.dequantize_mxfp4(*cache.layout.index.read_pages(cache.index[attention.kv_index], pages))
+    keys = quantize.dequantize_mxfp4(*cache.layout.index.read_pages(cache.index[spec.kv], pages))
     q = quantize.dequantize_mxfp4(query.values, query.scales)
     return np.asarray(index_scores(q, query.weights, keys.reshape(SLOTS, -1, keys.shape[-1])))
 
