@@ -22,6 +22,12 @@ from typing import Any
 
 import jax
 
+# Both add to what compiled functions are known by, `tuning` by a context and some releases of Pallas by a setting. Ops
+# import their kernels in their first trace: if these came along only then, that program would be compiled twice.
+import jax.experimental.pallas.tpu
+
+import pallas_kernels.tuning  # noqa: F401
+
 IMPLEMENTATIONS = ("auto", "xla", "pallas", "gpu", "tpu", "tpu_interpret")
 
 # Part of the key of compiled functions: a step traced under one value is not found under another. `set_global` changes

@@ -1,6 +1,8 @@
 """Choosing an implementation is loud, and part of what a compiled function is known by."""
 
 import logging
+import subprocess
+import sys
 import types
 
 import jax
@@ -27,6 +29,27 @@ def test_a_named_kernel_is_taken_whatever_the_backend():
 def test_a_named_kernel_that_cannot_run_raises(name):
     with pytest.raises(ValueError, match=r"op: implementation '.*' cannot run: the width 100 is no multiple of 64"):
         choose("op", name, TOO_WIDE)
+
+
+_LATER = """
+import importlib, pkgutil
+import jax
+from pallas_kernels import dispatch
+traces = []
+compiled = jax.jit(lambda x: traces.append(1) or x + 1)
+compiled(1.0)
+for module in pkgutil.walk_packages(importlib.import_module("pallas_kernels").__path__, "pallas_kernels."):
+    importlib.import_module(module.name)
+compiled(1.0)
+print(len(traces))
+"""
+
+
+def test_what_is_imported_later_leaves_compiled_functions_as_they_are():
+    """Ops import their kernels when they are first traced. Nothing in there may be part of what programs are known by:
+    the first program of a process would be compiled again when it is next called."""
+    done = subprocess.run([sys.executable, "-c", _LATER], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1"]
 
 
 def test_unknown_name():
