@@ -28,8 +28,8 @@ from pallas_kernels.rounding import round_to_bf16
 from pallas_kernels.tiling import query_tile
 
 NEVER = -1e30  # a logit of what a query does not see
-# Bytes that a tile of queries may make.
-_TILE_BYTES = 1 << 30
+# Bytes that the tiles of queries that are worked on at once may make. Every tile costs a GPU some fifty launches.
+_TILE_BYTES = 2 << 30
 _SHORTEST_TILE = 256  # queries, of a row that is longer
 # Name of selections for policies of rematerialisation: to sort scores again costs more than to keep the best.
 SELECTED = "selected"
@@ -190,7 +190,7 @@ def core_attention(
     *,
     width: int,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """One softmax over a band of window entries, selected entries and a sink, a tile of queries at a time.
+    """One softmax over a band of window entries, selected entries and a sink, some tiles of queries at a time.
 
     Args:
       q: bfloat16 [B, T, N, H].
@@ -209,8 +209,10 @@ def core_attention(
     k = 0 if selected is None else selected.shape[2]
     # A tile much longer than the window masks most of its band; a short one leaves a GPU with launches and little work.
     most = min(t, 1 << (max(width, _SHORTEST_TILE) - 1).bit_length())
-    tile = query_tile(most, b * (n * (most + width + k) * 8 + k * h * 6), _TILE_BYTES)
+    bytes_per_token = b * (n * (most + width + k) * 8 + k * h * 6)
+    tile = query_tile(most, bytes_per_token, _TILE_BYTES)
     tiles = -(-t // tile)
+    at_once = query_tile(tiles, bytes_per_token * tile, _TILE_BYTES)
 
     def cut(x: jax.Array) -> jax.Array:
         x = jnp.pad(x, [(0, 0), (0, tiles * tile - t)] + [(0, 0)] * (x.ndim - 2))
@@ -225,7 +227,7 @@ def core_attention(
     def one(part):
         return _attend_tile(*part, main, sink, width)
 
-    o, mass = jax.lax.map(one, parts)
+    o, mass = jax.lax.map(one, parts, batch_size=at_once)
 
     def join(x: jax.Array) -> jax.Array:
         x = jnp.moveaxis(x, 0, 1)

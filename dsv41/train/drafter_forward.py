@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv41.config import DSV41Error, ModelConfig
-from dsv41.layers import DraftBlock, Residual, open_streams, with_parameters
+from dsv41.layers import DraftBlock, Residual, Sublayer, open_streams, traced_once, with_parameters
 from dsv41.layers.draft_attention import DraftAttention
 from dsv41.models import Params, abstract_drafter_params
 from dsv41.models.drafter import Drafter
@@ -166,18 +166,25 @@ def _stage(
 ) -> tuple[Residual, jax.Array]:
     """One stage; rope float32 [blocks, K, 2, r], keep bool [blocks, K]. Also the loads of its experts, int32 [E]."""
     with jax.named_scope("attention"):
-        entered = stage.sublayer("attn").enter(residual)
-        attn, (keys, seen) = stage.attn, context
-        _, q = attn.queries(entered.x, rope)
-        own = _window_kv(attn, entered.x, rope, qat)
-        o = block_attention(q, keys.astype(jnp.bfloat16), seen, own, attn.attn_sink[...])
-        residual = entered.leave(attn.output(apply_rope(o, rope[:, :, None], inverse=True)))
+        residual = traced_once(_attend, stage.sublayer("attn"), residual, context, rope, qat=qat)
     with jax.named_scope("moe"):
-        entered = stage.sublayer("ffn").enter(residual)
-        # Drafts are text: the image routing bias is never used here (dspark.md section 2.4).
-        y, experts, _ = moe_sublayer(stage.ffn, entered.x, keep, jnp.zeros_like(keep))
-        residual = entered.leave(y)
-    return residual, count_chosen(experts, keep, stage.ffn.gate.bias[...].shape[0])
+        return traced_once(_feed_forward, stage.sublayer("ffn"), residual, keep)
+
+
+def _attend(sublayer: Sublayer, residual: Residual, context, rope: jax.Array, *, qat: QAT) -> Residual:
+    entered, attn = sublayer.enter(residual), sublayer.inner
+    keys, seen = context
+    _, q = attn.queries(entered.x, rope)
+    own = _window_kv(attn, entered.x, rope, qat)
+    o = block_attention(q, keys.astype(jnp.bfloat16), seen, own, attn.attn_sink[...])
+    return entered.leave(attn.output(apply_rope(o, rope[:, :, None], inverse=True)))
+
+
+def _feed_forward(sublayer: Sublayer, residual: Residual, keep: jax.Array) -> tuple[Residual, jax.Array]:
+    entered = sublayer.enter(residual)
+    # Drafts are text: the image routing bias is never used here (dspark.md section 2.4).
+    y, experts, _ = moe_sublayer(sublayer.inner, entered.x, keep, jnp.zeros_like(keep))
+    return entered.leave(y), count_chosen(experts, keep, sublayer.inner.gate.bias[...].shape[0])
 
 
 @jax.named_scope("attend")

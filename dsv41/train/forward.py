@@ -24,8 +24,8 @@ from pallas_kernels.dispatch import kernels
 from pallas_kernels.hyper_connection import ops as mhc
 from pallas_kernels.rounding import round_to_bf16
 
-# Tokens whose logits exist at a time.
-_HEAD_TOKENS = 1024
+# Bytes of logits that exist at a time.
+_LOGIT_BYTES = 512 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,5 +234,6 @@ def cross_entropy(x: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.A
         losses = jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
         return total + jnp.where(counts, losses, 0.0).sum(), None
 
-    parts = cut((x.reshape(-1, x.shape[-1]), targets.reshape(-1), mask.reshape(-1)), _HEAD_TOKENS)
+    tokens = max(_LOGIT_BYTES // (4 * head.shape[0]), 1)
+    parts = cut((x.reshape(-1, x.shape[-1]), targets.reshape(-1), mask.reshape(-1)), tokens)
     return jax.lax.scan(add, jnp.zeros((), jnp.float32), parts)[0]

@@ -16,9 +16,10 @@ from dsv41.train.pack import PackedBatch
 from dsv41.train.row_spread import RowSpread
 from pallas_kernels.indexer import ops as indexer
 from pallas_kernels.tiling import map_query_tiles, query_tile
+from pallas_kernels.topk.ops import topk
 
 # Bytes of scores that a tile of queries may make.
-_TILE_BYTES = 1 << 29
+_TILE_BYTES = 1 << 30
 
 
 class Visible(NamedTuple):
@@ -61,8 +62,9 @@ def select(
       candidates: int32 [B, T, P] blocks to select in, -1 unused; None: in all.
 
     Returns:
-      entries int32 [B, T, min(top_k, S)] and blocks int32 [B, T, min(pool_blocks, blocks)], best first, -1 unused; the
-      lower one first among equal scores. The block of the newest visible entry is always kept.
+      entries int32 [B, T, min(top_k, S)] and blocks int32 [B, T, min(pool_blocks, blocks)], -1 unused. In plain
+      XLA they come best first, the lower one of equal scores before the other; kernels may take any of equal ones, in
+      any order. The block of the newest visible entry is always kept.
     """
     entries = jnp.arange(keys.shape[1], dtype=jnp.int32)
 
@@ -87,8 +89,10 @@ def select(
 
 
 def _best(scores: jax.Array, count: int) -> jax.Array:
-    values, ids = jax.lax.top_k(scores, min(count, scores.shape[-1]))
-    return jnp.where(values > -jnp.inf, ids.astype(jnp.int32), -1)
+    # Its kernels need no derivatives here, unlike those of what is trained: there everything is plain XLA.
+    count = min(count, scores.shape[-1])
+    rows = scores.reshape(-1, scores.shape[-1])
+    return topk(rows, count, implementation="auto").reshape(*scores.shape[:-1], count)
 
 
 def _in_blocks(candidates: jax.Array, blocks: int, size: int) -> jax.Array:
