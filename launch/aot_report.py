@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -98,8 +100,9 @@ def tables(row: Mapping[str, Any]) -> Iterator[Table | str]:
     cost = row["cost"]
     yield from (_memory(cost), _work(cost), _collectives(cost), _temporaries(cost), _times(cost))
     yield from (f"moves what should stay: {moved}" for moved in cost["moved"])
-    for loop in cost["unknown_loops"]:
-        yield f"counted as one trip, which the program's text does not say: {loop}"
+    # Every layer of a kind has the same ones.
+    for loop, times in collections.Counter(re.sub(r"layer_\d+", "layer_*", x) for x in cost["unknown_loops"]).items():
+        yield f"counted as one trip, which the program's text does not say ({times} of it): {loop}"
     stages = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in row["seconds"].items())
     yield f"{stages}; this took {row['host_peak_bytes'] / _GIB:.1f} GiB of host memory"
     found = cost["footprint"]
