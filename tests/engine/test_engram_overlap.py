@@ -86,7 +86,6 @@ def test_segments_follow_from_the_schedule():
     assert [(s.layers, s.engrams) for s in step_segments(schedule)] == [(range(5), (0,))]
 
 
-@pytest.mark.slow
 def test_a_step_in_segments_gives_the_bits_of_one_program():
     m, prompts = model(), [[3, 4, 5], [9, 8], [1], [0, 6]]  # shapes that the runs below have too
     caches, logits = [], []
