@@ -56,11 +56,13 @@ class AttentionOptions:
       explored: entries drawn at random that a query attends to besides those selected.
       recall: also measure what selections have of the best entries (`recall`), by attention to everything that a query
         sees; for short held-out rows.
+      kernels: implementation of what needs no derivatives (`pallas_kernels.dispatch`); `run_layers` sets the caller's.
     """
 
     qat: QAT = FULL_QAT
     explored: int = 0
     recall: bool = False
+    kernels: str = "auto"
 
 
 class SelectionMetrics(NamedTuple):
@@ -172,7 +174,7 @@ def _select(attn: Attention, query, pack: PackedBatch, shared: Shared, key, opti
     visible = Visible.of_pack(pack, kind.ratio)
     candidates = shared.candidates if kind.reads_candidates else None
     keys = shared.index.astype(jnp.bfloat16)
-    selected, built = select(*query, keys, visible, attn.indexer.sizes, candidates)
+    selected, built = select(*query, keys, visible, attn.indexer.sizes, candidates, implementation=options.kernels)
     if options.explored:
         selected = explore(key, selected, visible, options.explored, pack.spread)
     candidates = built if kind.builds_candidates else shared.candidates

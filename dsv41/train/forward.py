@@ -121,29 +121,28 @@ def run_layers(
     streams = open_streams(_embed(masters["embed"]["weight"], pack), config.text_config.hc_mult)
     rope = jax.tree.map(jnp.asarray, rope)
     state = (streams, Shared())
+    unreplayed = dataclasses.replace(pack, window_floor=jnp.zeros_like(pack.window_floor))
     layers, taps = [], []
+    options = dataclasses.replace(options, attention=dataclasses.replace(options.attention, kernels=kernels.value))
     # Kernels have no derivatives.
     with kernels("xla"):
-        for block, spec in zip(model.layers, model.schedule.layers, strict=True):
-            rows = None
+        for block in model.layers:
+            spec, rows = block.spec, None
             if spec.engram is not None:
                 table, ids = tables[spec.engram], pack.engram_rows[:, :, spec.engram]
                 split = table.shape[1] < config.text_config.engram_head_dim
                 rows = pack.spread.look_up(table, ids) if split else table[ids]
                 rows = rows_fp8(rows) if quantized else round_to_bf16(rows)
 
-            seen = (
-                pack if spec.in_decoder else dataclasses.replace(pack, window_floor=jnp.zeros_like(pack.window_floor))
-            )
-            own = jax.random.fold_in(key, spec.index)
+            seen, own = pack if spec.in_decoder else unreplayed, jax.random.fold_in(key, spec.index)
 
             def layer(state, rows, block=block, pack=seen, key=own):
-                return _layer(block, *state, rows, pack, rope, key, config, options.attention)
+                return _layer(block, *state, rows, pack, rope, key, config, options)
 
             with jax.named_scope(f"layer_{spec.index}"):
                 state, made = (_rematerialized(layer) if options.rematerialize else layer)(state, rows)
             layers.append(made)
-            if options.taps and spec.tap is not None:
+            if made.tap is not None:
                 taps.append(made.tap)
         residual = state[0].complete()
         x = model.norm(mhc.collapse(residual.streams, residual.pre))
@@ -168,7 +167,7 @@ class _Made(NamedTuple):
     loads: Loads
     selection: SelectionMetrics | None
     balance: jax.Array
-    tap: jax.Array  # bfloat16 [B, T, D], the mean of the streams that the block began with
+    tap: jax.Array | None  # bfloat16 [B, T, D], the mean of the streams that the block began with
 
 
 def _layer(
@@ -180,12 +179,12 @@ def _layer(
         residual = Residual(block.engram(residual.streams, rows, None, pack.image_mask), residual.pre)
     with jax.named_scope("attention"):
         residual, streams, shared, selection = traced_once(
-            _attend, block.sublayer("attn"), residual, pack, shared, rope, key, options=options
+            _attend, block.sublayer("attn"), residual, pack, shared, rope, key, options=options.attention
         )
     with jax.named_scope("moe"):
         residual, loads, balance = traced_once(_feed_forward, block.sublayer("ffn"), residual, pack, config=config)
-    # What nothing reads costs nothing.
-    tap = round_to_bf16(streams.astype(jnp.float32).mean(axis=2))
+    tapped = options.taps and block.spec.tap is not None
+    tap = round_to_bf16(streams.astype(jnp.float32).mean(axis=2)) if tapped else None
     return (residual, shared), _Made(loads, selection, balance, tap)
 
 

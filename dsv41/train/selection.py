@@ -50,6 +50,8 @@ def select(
     visible: Visible,
     sizes: SelectionSizes,
     candidates: jax.Array | None = None,
+    *,
+    implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """The best visible entries of each query, and the candidate pool if `sizes.pool_blocks` > 0.
 
@@ -60,6 +62,7 @@ def select(
       visible: of each query.
       sizes: how many of what.
       candidates: int32 [B, T, P] blocks to select in, -1 unused; None: in all.
+      implementation: of the top-k; see `pallas_kernels.dispatch`.
 
     Returns:
       entries int32 [B, T, min(top_k, S)] and blocks int32 [B, T, min(pool_blocks, blocks)], -1 unused. In plain
@@ -74,13 +77,13 @@ def select(
         if candidates is not None:
             mask &= _in_blocks(candidates, keys.shape[1] // sizes.block, sizes.block)
         scores = jnp.where(mask, indexer.index_scores(q, weights, keys), -jnp.inf)
-        selected = _best(scores, sizes.top_k)
+        selected = _best(scores, sizes.top_k, implementation)
         if not sizes.pool_blocks:
             return selected, None
         maxima = indexer.run_maxima(scores, sizes.block)
         newest = jnp.where(last > first, (last - 1) // sizes.block, -1)
         maxima = jnp.where(jnp.arange(maxima.shape[-1]) == newest[..., None], jnp.inf, maxima)
-        return selected, _best(maxima, sizes.pool_blocks)
+        return selected, _best(maxima, sizes.pool_blocks, implementation)
 
     arrays = jax.lax.stop_gradient((q, weights, *visible, candidates))
     keys = jax.lax.stop_gradient(keys)
@@ -88,11 +91,10 @@ def select(
     return map_query_tiles(tile, query_tile(q.shape[1], per_token, _TILE_BYTES), *arrays)
 
 
-def _best(scores: jax.Array, count: int) -> jax.Array:
-    # Its kernels need no derivatives here, unlike those of what is trained: there everything is plain XLA.
+def _best(scores: jax.Array, count: int, implementation: str | None) -> jax.Array:
     count = min(count, scores.shape[-1])
     rows = scores.reshape(-1, scores.shape[-1])
-    return topk(rows, count, implementation="auto").reshape(*scores.shape[:-1], count)
+    return topk(rows, count, implementation=implementation).reshape(*scores.shape[:-1], count)
 
 
 def _in_blocks(candidates: jax.Array, blocks: int, size: int) -> jax.Array:

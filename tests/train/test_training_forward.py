@@ -12,10 +12,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dsv41.train import make_optimizer
 from dsv41.train.attention import AttentionOptions
-from dsv41.train.forward import ForwardOptions, train_forward
+from dsv41.train.forward import ForwardOptions, run_layers, train_forward
 from dsv41.train.master_weights import FULL_QAT, NO_QAT
 from dsv41.train.pack import Document, rope_tables
 from dsv41.train.router_balance import update_biases
+from pallas_kernels.dispatch import kernels
+from pallas_kernels.topk.ops import topk
 from tests.models.parity import relative_rms
 from tests.models_for_tests import small_model
 from tests.train import packs
@@ -80,6 +82,28 @@ def test_a_drafter_gets_what_it_reads_in_serving():
     got, served = np.asarray(hidden.taps)[0, :56], np.asarray(aux["main_hidden"])[0, :56]
     assert np.array_equal(got[:8], served[:8])
     assert relative_rms(got, served) < 5e-2  # measured: 0; see the first test
+
+
+@pytest.mark.parametrize("name", ["auto", "xla", "pallas"])
+def test_selections_use_the_kernels_that_were_asked_for(name, monkeypatch):
+    """All else is plain XLA, as it needs derivatives."""
+    asked = []
+
+    def recorded(scores, k, *, implementation):
+        asked.append(implementation)
+        return topk(scores, k, implementation="xla")
+
+    monkeypatch.setattr("dsv41.train.selection.topk", recorded)
+    model, pack = small_model(), packs.pack([[Document(packs.random_tokens(packs.LENGTH))]])
+    rope = rope_tables(model.config, packs.LENGTH)
+    # An option of its own: what was traced before is not traced again.
+    options = ForwardOptions(attention=AttentionOptions(explored=3))
+    with kernels(name):
+        jax.eval_shape(
+            lambda masters: run_layers(masters, pack, rope, jax.random.key(0), config=model.config, options=options),
+            packs.masters(),
+        )
+    assert set(asked) == {name}
 
 
 @pytest.mark.slow
