@@ -23,21 +23,19 @@ class LayerMode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerKind:
-    """What layers share that do the same with other weights and caches.
+    """What attention a layer has: the same function of other weights and caches for all layers of a kind.
 
     Attributes:
       mode: attention role.
       ratio: tokens per compressed entry; 0 for SLIDING.
       builds_candidates: publishes the candidate pool.
       reads_candidates: selects inside the candidate pool only.
-      has_engram: adds rows of an Engram table to its streams.
     """
 
     mode: LayerMode
     ratio: int
     builds_candidates: bool
     reads_candidates: bool
-    has_engram: bool
 
     @property
     def owns_kv(self) -> bool:
@@ -77,7 +75,7 @@ class LayerSpec(LayerKind):
 
     @property
     def kind(self) -> LayerKind:
-        """What it computes, without where it stands."""
+        """What its attention computes, without where it stands."""
         return LayerKind(**{field.name: getattr(self, field.name) for field in dataclasses.fields(LayerKind)})
 
 
@@ -190,7 +188,6 @@ def layer_schedule(c: TextConfig) -> Schedule:
                 index_source=index_source if ratio else None,
                 builds_candidates=i == candidate,
                 reads_candidates=mode is LayerMode.REINDEX and candidate is not None and kv_source == candidate,
-                has_engram=i in c.engram_layer_ids,
                 engram=c.engram_layer_ids.index(i) if i in c.engram_layer_ids else None,
                 tap=taps.index(i) if i in taps else None,
                 in_decoder=i >= decoder_start,

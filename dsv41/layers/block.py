@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dsv41.cache import AttentionState, ForwardBatch, LayerCache
-from dsv41.config import LayerKind, ModelConfig, TextConfig
+from dsv41.cache import AttentionState, ForwardBatch, KVCache, LayerCache
+from dsv41.config import LayerMode, LayerSpec, ModelConfig, TextConfig
 from dsv41.layers.attention import Attention
 from dsv41.layers.draft_attention import DraftAttention
 from dsv41.layers.engram import Engram
@@ -20,7 +20,7 @@ from dsv41.layers.residual import Residual, Sublayer
 from dsv41.layers.shared_trace import traced_once
 from dsv41.ops.linear import WeightFormat
 from dsv41.ops.token_split import TokenSplit
-from dsv41.sharding import LOCAL, ExpertPlacement, ShardingRules
+from dsv41.sharding import LOCAL, ShardingRules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,12 +100,12 @@ class Block(ResidualBlock):
     def __init__(
         self,
         config: TextConfig,
-        kind: LayerKind,
+        spec: LayerSpec,
         formats: BlockFormats,
         rules: ShardingRules = LOCAL,
-        placement: ExpertPlacement | None = None,
     ):
         c, experts, top_k = config, config.n_routed_experts, config.num_experts_per_tok
+        placement = rules.placements[spec.index] if rules.placements else None
         moe = MoE(
             c,
             dense=formats.dense,
@@ -115,21 +115,26 @@ class Block(ResidualBlock):
             rules=rules,
             placement=placement,
         )
-        super().__init__(c, Attention(c, kind, formats.dense, rules), moe)
-        self.kind, self.rules = kind, rules
-        if kind.has_engram:
+        super().__init__(c, Attention(c, spec.kind, formats.dense, rules), moe)
+        self.spec, self.rules = spec, rules
+        if spec.engram is not None:
             self.engram = Engram(c, formats.dense)
 
-    def look_up(self, residual: Residual, batch: ForwardBatch, ordinal: int | None) -> Residual:
-        """The residual after this block's Engram, the one with that number; None: it has none, and nothing changes."""
-        if ordinal is None:
+    def look_up(self, residual: Residual, batch: ForwardBatch) -> Residual:
+        """The residual after this block's Engram; unchanged if it has none."""
+        if self.spec.engram is None:
             return residual
         with jax.named_scope("engram"):
             residual = residual.complete()
             split = self._tokens(batch).split
-            scales = None if batch.engram_scales is None else split(batch.engram_scales[:, :, ordinal])
-            values = split(batch.engram_values[:, :, ordinal])
+            scales = None if batch.engram_scales is None else split(batch.engram_scales[:, :, self.spec.engram])
+            values = split(batch.engram_values[:, :, self.spec.engram])
             return Residual(self.engram(residual.streams, values, scales, split(batch.image_mask)), residual.pre)
+
+    def compress(self, residual: Residual, batch: ForwardBatch, cache: KVCache) -> KVCache:
+        """The cache with the compressed entries of a layer that owns KV; the rest of the layer is not run."""
+        x = self.sublayer("attn").enter(residual).x
+        return self.attn.compress(x, batch, LayerCache.of(cache, self.spec)).written_to(cache, self.spec)
 
     def _tokens(self, batch: ForwardBatch) -> TokenSplit:
         return TokenSplit(*batch.tokens.shape, self.rules.heads)
@@ -138,27 +143,46 @@ class Block(ResidualBlock):
         self,
         residual: Residual,
         batch: ForwardBatch,
-        cache: LayerCache,
+        cache: KVCache,
         state: AttentionState | None,
         forced_selected: jax.Array | None = None,
         forced_experts: jax.Array | None = None,
-    ) -> tuple[Residual, LayerCache, AttentionState | None, dict[str, jax.Array]]:
+    ) -> tuple[Residual, KVCache, AttentionState | None, dict[str, jax.Array]]:
         """Attention and MoE sublayers (after `look_up`).
 
         Args:
           residual: as in `sublayers`, of this device's tokens (`TokenSplit`).
-          batch, cache, state, forced_selected: as in `Attention`.
+          batch, state, forced_selected: as in `Attention`.
+          cache: of all layers; this one's part is written.
           forced_experts: int32 [B, T, K] of all tokens of the batch, or None.
 
         Returns:
           the residual, cache, state, and what happened inside, as in `sublayers`.
+
+        Raises:
+          ValueError: the layers before have not left the selection or the candidate pool that this one reads.
         """
-        tokens = self._tokens(batch)
+        spec, tokens = self.spec, self._tokens(batch)
+        _check_reads(spec, state)
+        source = spec.index if spec.selects or state is None else state.index_source
+        # A layer with a KV source of its own begins anew, whatever those before it selected.
+        known = None if state is None or spec.owns_kv else dataclasses.replace(state, index_source=None)
         forced = None if forced_experts is None else tokens.split(forced_experts)
         valid, image_mask = tokens.split(batch.valid()), tokens.split(batch.image_mask)
-        attention = (batch, cache, state, forced_selected)
-        residual, (_, cache, state), inside = self.sublayers(residual, attention, valid, image_mask, forced)
-        return residual, cache, state, inside
+        attention = (batch, LayerCache.of(cache, spec), known, forced_selected)
+        residual, (_, own, state), inside = self.sublayers(residual, attention, valid, image_mask, forced)
+        state = None if state is None else dataclasses.replace(state, index_source=source)
+        return residual, own.written_to(cache, spec), state, inside
+
+
+def _check_reads(spec: LayerSpec, state: AttentionState | None) -> None:
+    """Raises ValueError if the layers before have not left what this one reads."""
+    if spec.mode is LayerMode.REUSE and (state is None or state.index_source != spec.index_source):
+        raise ValueError(
+            f"layer {spec.index} reuses the selection of layer {spec.index_source}, which has not run in this step"
+        )
+    if spec.reads_candidates and (state is None or state.candidates is None):
+        raise ValueError(f"layer {spec.index} selects inside a candidate pool that no layer of this step built")
 
 
 class DraftBlock(ResidualBlock):

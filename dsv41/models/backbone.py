@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dsv41.cache import AttentionState, ForwardBatch, KVCache, LayerCache, local_step
-from dsv41.config import LayerMode, LayerSpec, ModelConfig, layer_schedule
+from dsv41.cache import AttentionState, ForwardBatch, KVCache, local_step
+from dsv41.config import ModelConfig, layer_schedule
 from dsv41.layers import (
     Block,
     BlockFormats,
@@ -59,14 +59,9 @@ class Backbone(nnx.Module):
     def __init__(self, config: ModelConfig, rules: ShardingRules = LOCAL, formats: BlockFormats | None = None):
         c = config.text_config
         self.config, self.rules = c, rules
-        self.schedule, formats = layer_schedule(c), formats or BlockFormats.of(config)
+        schedule, formats = layer_schedule(c), formats or BlockFormats.of(config)
         self.embed = _Table(c.vocab_size, c.hidden_size)
-        self.layers = nnx.List(
-            [
-                Block(c, spec.kind, formats, rules, rules.placements[spec.index] if rules.placements else None)
-                for spec in self.schedule.layers
-            ]
-        )
+        self.layers = nnx.List([Block(c, spec, formats, rules) for spec in schedule.layers])
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.head = _Table(c.vocab_size, c.hidden_size)
 
@@ -100,27 +95,18 @@ class Backbone(nnx.Module):
         aux: dict[str, jax.Array] = {}
         join = self.tokens(batch).join
         for n in layers:
-            block, spec = self.layers[n], self.schedule.layers[n]
-            _check_reads(spec, state)
+            block = self.layers[n]
             with jax.named_scope(f"layer_{n}"):
-                residual = block.look_up(residual, batch, spec.engram)
+                residual = block.look_up(residual, batch)
                 pre_in = residual.pre
-                source = spec.index if spec.selects else getattr(state, "index_source", None)
-                # A layer with a KV source of its own begins anew, whatever those before it selected.
-                known = None if state is None or spec.owns_kv else dataclasses.replace(state, index_source=None)
-                residual, own_cache, state, inside = block(
-                    residual,
-                    batch,
-                    LayerCache.of(cache, spec),
-                    known,
-                    forced.selected.get(n),
-                    forced.experts.get(n),
+                residual, cache, state, inside = block(
+                    residual, batch, cache, state, forced.selected.get(n), forced.experts.get(n)
                 )
-                cache = own_cache.written_to(cache, spec)
-                state = None if state is None else dataclasses.replace(state, index_source=source)
-                if "taps" in capture and spec.tap is not None:
+                if "taps" in capture and block.spec.tap is not None:
                     # The plain mean, not the mix that the block collapsed with (dspark.md section 2.1).
-                    aux[f"tap.{spec.tap}"] = join(round_to_bf16(inside["block_in"].astype(jnp.float32).mean(axis=2)))
+                    aux[f"tap.{block.spec.tap}"] = join(
+                        round_to_bf16(inside["block_in"].astype(jnp.float32).mean(axis=2))
+                    )
             own: dict[str, jax.Array] = {}
             if "streams" in capture:
                 out = residual.complete()
@@ -131,9 +117,9 @@ class Backbone(nnx.Module):
                 own |= {k: inside[k] for k in ("experts", "expert_weights")}
             aux |= {f"{name}.{n}": join(x) for name, x in own.items()}
             if "choices" in capture:
-                if spec.selects:
+                if block.spec.selects:
                     aux[f"selected.{n}"] = state.selected
-                if spec.builds_candidates:
+                if block.spec.builds_candidates:
                     aux[f"candidates.{n}"] = state.candidates
         return residual, cache, state, aux
 
@@ -146,16 +132,6 @@ class Backbone(nnx.Module):
         residual = residual.complete()
         x = self.norm(mhc.collapse(residual.streams, residual.pre))
         return head_logits(x if logits == "last" else tokens.join(x), self.head.weight[...], self.rules)
-
-
-def _check_reads(spec: LayerSpec, state: AttentionState | None) -> None:
-    """Raises ValueError if the layers before have not left what this one reads."""
-    if spec.mode is LayerMode.REUSE and (state is None or state.index_source != spec.index_source):
-        raise ValueError(
-            f"layer {spec.index} reuses the selection of layer {spec.index_source}, which has not run in this step"
-        )
-    if spec.reads_candidates and (state is None or state.candidates is None):
-        raise ValueError(f"layer {spec.index} selects inside a candidate pool that no layer of this step built")
 
 
 def abstract_params(config: ModelConfig) -> Params:
@@ -218,9 +194,7 @@ def forward(
     residual, cache, _, aux = model.run(model.start(batch), batch, cache, None, range(middle), forced, capture)
     if tail is not None:
         residual = residual.complete()
-        first, spec = model.layers[middle], model.schedule.layers[middle]
-        own = first.attn.compress(first.sublayer("attn").enter(residual).x, batch, LayerCache.of(cache, spec))
-        cache = own.written_to(cache, spec)
+        cache = model.layers[middle].compress(residual, batch, cache)
         if not tail:
             return None, dataclasses.replace(cache, page_table=page_table), aux
         whole, begin, batch = model.tokens(batch), batch.num_new - batch.tail, batch.tail_batch(tail)

@@ -3,7 +3,6 @@
 This is the sharp comparison: a rounding that goes the other way early in a free run moves everything behind it.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -11,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv41.cache import LayerCache
 from dsv41.layers import Block, Residual
 from dsv41.models import bind
 from pallas_kernels.indexer.ops import index_scores
@@ -38,17 +36,14 @@ def golden_layers() -> dict[int, dict]:
     backbone = bind(model.config, model.params)
     batch = jax.tree.map(jnp.asarray, model.make_batch(g["input_ids"][:, :PROMPT], padded=False))
     cache, state, results = model.init_cache(2, CAPACITY), None, {}
-    for block, spec in zip(backbone.layers, backbone.schedule.layers, strict=True):
-        n = spec.index
+    for n, block in enumerate(backbone.layers):
         experts = jnp.asarray(g[f"prefill.moe_indices.{n}"].astype(np.int32))
         residual = Residual(jnp.asarray(g[f"prefill.block_in.{n}"]), golden_pre(n))
-        state = None if state is None or spec.owns_kv else dataclasses.replace(state, index_source=None)
-        residual, own, state, inside = block(residual, batch, LayerCache.of(cache, spec), state, None, experts)
-        cache = own.written_to(cache, spec)
+        residual, cache, state, inside = block(residual, batch, cache, state, None, experts)
         inside |= {"streams": residual.complete().streams, "pre": residual.pre}
-        if spec.selects:
+        if block.spec.selects:
             inside["selected"] = state.selected
-        if spec.builds_candidates:
+        if block.spec.builds_candidates:
             inside["candidates"] = state.candidates
         results[n] = {k: np.asarray(v) for k, v in inside.items()}
     results["cache"] = cache
@@ -117,12 +112,12 @@ def _attention_input(block: Block, layer: int) -> jnp.ndarray:
 @pytest.mark.parametrize("layer", [2, 4, 6, 8, 10])
 def test_index_scores(layer):
     model, g = tiny_model(), expected(GOLDEN)
-    block, source = bind(model.config, model.params).layers[layer], model.schedule.layers[layer].kv_source
+    block = bind(model.config, model.params).layers[layer]
     x = _attention_input(block, layer)
     rope = model.init_cache(2, CAPACITY).rope[1][:PROMPT][None]
     query = block.attn.indexer.query(x, block.attn.q_norm(block.attn.wq_a(x)), rope)
     q = quantize.dequantize_mxfp4(query.values, query.scales)
-    keys = jnp.asarray(g[f"cache_after_prefill.index_k.{source}"])
+    keys = jnp.asarray(g[f"cache_after_prefill.index_k.{block.spec.kv_source}"])
     scores = np.asarray(index_scores(q, query.weights, keys))
     golden = g[f"prefill.index_score.{layer}"].astype(np.float32)
     visible = np.isfinite(golden)

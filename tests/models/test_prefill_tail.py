@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv41.cache import LayerCache, take_rows
+from dsv41.cache import take_rows
 from dsv41.engine import step_batch
 from dsv41.layers import Residual
 from dsv41.models import ForcedChoices, bind
@@ -129,9 +129,7 @@ def test_golden_replay_from_the_encoder_output():
 
     @jax.jit
     def decoder(residual, cache):
-        first, spec = backbone.layers[6], backbone.schedule.layers[6]
-        x = first.sublayer("attn").enter(residual).x
-        cache = first.attn.compress(x, batch, LayerCache.of(cache, spec)).written_to(cache, spec)
+        cache = backbone.layers[6].compress(residual, batch, cache)
         begin, tail = batch.num_new - batch.tail, batch.tail_batch(WINDOW)
         residual = jax.tree.map(lambda x: take_rows(x, begin, WINDOW), residual)
         residual, *_ = backbone.run(residual, tail, cache, None, range(6, 12), ForcedChoices(), ())
