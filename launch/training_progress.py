@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from dsv41.sharding.processes import is_first_process
+from dsv41.train.curves import has_rows
 from dsv41.train.loop import LoopOptions, Progress, RunParts, run_steps
 from launch.load_model import progress_bar
 from launch.plots import plot_curves
@@ -41,7 +42,7 @@ def train_and_report(
         return state, at
     for curves in (parts.curves, parts.held_out):
         curves.close()
-    if at.step and importlib.util.find_spec("matplotlib") is not None:
+    if has_rows(parts.curves.path) and importlib.util.find_spec("matplotlib") is not None:
         plot_curves(parts.curves.path, folder / "curves.png")
     end = "complete" if at.step >= steps else "stopped; the same command goes on"
     print(f"{folder}: step {at.step:,} of {steps:,}, {at.tokens:,} tokens, {end}")

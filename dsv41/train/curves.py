@@ -212,6 +212,11 @@ def read_curves(path: str | pathlib.Path) -> dict[str, np.ndarray]:
     }
 
 
+def has_rows(path: str | pathlib.Path) -> bool:
+    """Whether `read_curves` finds any there; raises DSV41Error if the file is not one of these."""
+    return len(_complete_rows(pathlib.Path(path))) > 1
+
+
 def panels(columns: Mapping[str, Any]) -> dict[str, list[str]]:
     """Which metrics are drawn together: names by the title of their panel. One that fits none has its own."""
     drawn: dict[str, list[str]] = {}
