@@ -6,8 +6,13 @@ entries that the indexer selects can tell it. Mixed into training they teach rec
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
-from collections.abc import Sequence
+import functools
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -37,7 +42,10 @@ _MOST_FACTS, _TOKENS_A_FACT = 32, 50
 _QUESTIONS = "\n\ndef check():\n"
 _SYLLABLES = tuple(c + v for c in "bdfgklmnprstvz" for v in "aeiou")
 _EXCERPT_LINES = 60
+_LINES_AT_ONCE = 15  # whose tokens are counted before it is known how many fit
 _SMALL_GAP = 16  # tokens that may stay free without another excerpt being sought for them
+# Documents a task of a process makes; fewer than some tasks are not worth processes, which take seconds to start.
+_TASK, _TASKS = 250, 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,12 +142,43 @@ def needle_documents(
     """
     if not 0 < shortest <= longest:
         raise DSV41Error(f"needles: expected lengths that rise from above 0, got {shortest} to {longest}")
+    make = functools.partial(_documents_between, seed=seed, shortest=shortest, longest=longest)
+    spans = [(begin, min(begin + _TASK, count)) for begin in range(0, count, _TASK)]
+    if len(spans) < _TASKS:
+        return [text for span in spans for text in make(span, filler, tokenizer)]
+    workers = concurrent.futures.ProcessPoolExecutor(
+        max_workers=min(os.cpu_count() or 1, len(spans)),
+        mp_context=multiprocessing.get_context("spawn"),  # a process that has started JAX must not be forked
+        initializer=_start_worker,
+        initargs=(tokenizer.to_str(), list(filler)),
+    )
+    with workers:
+        return [text for texts in workers.map(functools.partial(_in_worker, make), spans) for text in texts]
+
+
+def _documents_between(
+    span: tuple[int, int], filler: Sequence[str], tokenizer: Tokenizer, *, seed: int, shortest: int, longest: int
+) -> list[str]:
+    """Those with these numbers, each from a generator of its own."""
     texts = []
-    for i in range(count):
+    for i in range(*span):
         rng = np.random.default_rng([seed, i])
         tokens = int(np.exp(rng.uniform(np.log(shortest), np.log(longest))))
         texts.append(needle_document(rng, filler, tokens, tokenizer).text)
     return texts
+
+
+# Of a worker process: what all of its tasks read.
+_WORKER: dict[str, Any] = {}
+
+
+def _start_worker(tokenizer: str, filler: list[str]) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # every core has a process already
+    _WORKER.update(tokenizer=Tokenizer.from_str(tokenizer), filler=filler)
+
+
+def _in_worker(make: Callable[..., list[str]], span: tuple[int, int]) -> list[str]:
+    return make(span, _WORKER["filler"], _WORKER["tokenizer"])
 
 
 def _fact(rng: np.random.Generator, name: str) -> tuple[str, str, str]:
@@ -192,9 +231,7 @@ def _filler_lines(rng: np.random.Generator, filler: Sequence[str], tokens: int, 
         lines = filler[rng.integers(len(filler))].split("\n")
         start = rng.integers(len(lines))
         excerpt = lines[start : start + _EXCERPT_LINES]
-        # A line's end and the next one's indentation are one token.
-        sizes = map(len, encode_texts(tokenizer, [f"\n{line}" for line in excerpt]))
-        for line, size in zip(excerpt, sizes, strict=True):
+        for line, size in _sizes(excerpt, tokenizer):
             if size > tokens:
                 break
             taken.append(line)
@@ -202,3 +239,11 @@ def _filler_lines(rng: np.random.Generator, filler: Sequence[str], tokens: int, 
         if tokens < _SMALL_GAP:
             break
     return taken
+
+
+def _sizes(lines: Sequence[str], tokenizer: Tokenizer) -> Iterator[tuple[str, int]]:
+    """Each line and its tokens."""
+    for begin in range(0, len(lines), _LINES_AT_ONCE):
+        group = lines[begin : begin + _LINES_AT_ONCE]
+        # A line's end and the next one's indentation are one token.
+        yield from zip(group, map(len, encode_texts(tokenizer, [f"\n{line}" for line in group])), strict=True)

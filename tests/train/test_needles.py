@@ -9,6 +9,7 @@ import pytest
 
 from dsv41.checkpoint.token_map import load_tokenizer
 from dsv41.config import DSV41Error
+from dsv41.train import needles
 from dsv41.train.needles import NAMES, NeedleDocument, needle_document, needle_documents
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
@@ -91,6 +92,13 @@ def test_seeds():
     assert texts[:3] == needle_documents(3, 5, filler(), tokenizer(), shortest=150, longest=500)
     other = needle_documents(6, 6, filler(), tokenizer(), shortest=150, longest=500)
     assert len({*texts, *other}) == 12
+
+
+def test_many_are_made_by_processes(monkeypatch):
+    alone = needle_documents(10, 5, filler(), tokenizer(), shortest=150, longest=500)
+    monkeypatch.setattr(needles, "_TASK", 3)
+    monkeypatch.setattr(needles, "_TASKS", 2)
+    assert needle_documents(10, 5, filler(), tokenizer(), shortest=150, longest=500) == alone
 
 
 def test_lengths_spread():
