@@ -29,7 +29,7 @@ INSTALLED_TEST := $(VENV)/.installed-test
 .PHONY: help demo test test-slow lint format venv clean
 
 help:
-	@echo 'make demo       layer table, KV bytes a token and some Python from the bundled nano model'
+	@echo 'make demo       layer table, KV bytes a token and some Python from the bundled nano model, with drafts'
 	@echo 'make test       the tests, on the CPU, without those marked slow'
 	@echo 'make test-slow  all tests'
 	@echo 'make lint       import contracts, ruff check, ruff format --check'
@@ -67,7 +67,7 @@ venv: $(CREATED)
 
 demo: $(INSTALLED)
 	@JAX_PLATFORMS=cpu $(PY) -m launch.inspect --checkpoint=dsv41/data/nano
-	@JAX_PLATFORMS=cpu $(PY) -m launch.generate --checkpoint=dsv41/data/nano --prompt='$(PROMPT)' --max_new_tokens=96 --temperature=0.6
+	@JAX_PLATFORMS=cpu $(PY) -m launch.generate --checkpoint=dsv41/data/nano --prompt='$(PROMPT)' --max_new_tokens=96 --temperature=0.6 --speculate=on
 
 test: $(INSTALLED_TEST)
 	@$(PYTEST) $(ARGS)
