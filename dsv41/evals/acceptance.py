@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from dsv41.config import DSV41Error, ModelConfig
 from dsv41.engine import GenerationResult, Speculation, generate
 from dsv41.engine.speculation import SpeculationRecord
+from dsv41.evals.first_tokens import first_tokens
 from dsv41.evals.padded_rows import Progress
 from dsv41.models import Model
 from dsv41.ops.sampling import SamplingParams
@@ -19,6 +20,7 @@ from dsv41.train.corpus import Document
 from dsv41.train.tokenizer import encode_text
 
 BATCH = 8
+_TOGETHER = 512  # texts that are encoded at once
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -93,20 +95,37 @@ def code_prompts(
     """
     if count < 1 or tokens < 2:
         raise DSV41Error(f"prompts: expected 1 or more of 2 tokens or more, got {count} of {tokens}")
-    rng = np.random.default_rng(seed)
-    encoded = [(d, len(encode_text(tokenizer, d.text))) for d in documents]
-    usable = [d for d, size in encoded if size >= tokens]
+    usable = list(itertools.islice(_usable(documents, tokenizer, tokens), count))
     if not usable:
         raise DSV41Error(f"prompts: none of the {len(documents)} files has {tokens} tokens")
+    rng = np.random.default_rng(seed)
+    begins = [_line_begins(d.text) for d in usable]
+    places = []
+    for document, lines in itertools.islice(itertools.cycle(zip(usable, begins, strict=True)), count):
+        places.append((document, int(lines[rng.integers(len(lines))])))
     prompts = []
-    for i in range(count):
-        lines = usable[i % len(usable)].text.splitlines(keepends=True)
-        start = rng.integers(len(lines))
-        ids = encode_text(tokenizer, "".join(lines[start:]))
-        if len(ids) < tokens - 1:  # too near to the end: the last place that has as many
-            ids = encode_text(tokenizer, usable[i % len(usable)].text)[1 - tokens :]
-        prompts.append([config.bos_token_id, *ids[: tokens - 1]])
+    for first in range(0, count, _TOGETHER):
+        chosen = places[first : first + _TOGETHER]
+        rests = first_tokens(tokenizer, [d.text[place:] for d, place in chosen], tokens - 1)
+        for (document, _), ids in zip(chosen, rests, strict=True):
+            if len(ids) < tokens - 1:  # too near to the end: the last place that has as many
+                ids = encode_text(tokenizer, document.text)[1 - tokens :]
+            prompts.append([config.bos_token_id, *ids])
     return prompts
+
+
+def _usable(documents: Sequence[Document], tokenizer: Tokenizer, tokens: int) -> Iterator[Document]:
+    """Those with as many tokens."""
+    for first in range(0, len(documents), _TOGETHER):
+        chosen = documents[first : first + _TOGETHER]
+        begins = first_tokens(tokenizer, [d.text for d in chosen], tokens)
+        yield from (d for d, ids in zip(chosen, begins, strict=True) if len(ids) == tokens)
+
+
+def _line_begins(text: str) -> np.ndarray:
+    """Places in the text, int64 [lines]."""
+    ends = np.cumsum([len(line) for line in text.splitlines(keepends=True)])
+    return np.concatenate([[0], ends[:-1]])
 
 
 def measure_acceptance(
