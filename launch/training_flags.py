@@ -64,11 +64,13 @@ class SourceFlags:
         return with_packages(corpus) if self._values.packages else corpus
 
 
-class TextFlags:
-    """--corpus, --text, --packages, --length, --rows and --seed."""
+class CorpusFlags:
+    """--corpus, or --text and --packages."""
 
-    def __init__(self, values: flags.FlagValues, *, length: int, rows: int):
-        """Defines the flags in `values`, with these defaults."""
+    NAMES = ("corpus", "text", "packages")
+
+    def __init__(self, values: flags.FlagValues):
+        """Defines the flags in `values`."""
         self._values = values
         flags.DEFINE_string(
             "corpus",
@@ -77,9 +79,6 @@ class TextFlags:
             flag_values=values,
         )
         self._sources = SourceFlags(values)
-        flags.DEFINE_integer("length", length, "Tokens of a row.", lower_bound=1, flag_values=values)
-        flags.DEFINE_integer("rows", rows, "Rows of a batch.", lower_bound=1, flag_values=values)
-        flags.DEFINE_integer("seed", 0, "Of initial weights, order and everything random.", flag_values=values)
 
     def corpus(self) -> Corpus:
         """The text.
@@ -92,6 +91,17 @@ class TextFlags:
         if self._sources.given:
             raise DSV41Error("--corpus says everything about the text: give it without --text and --packages")
         return read_corpus(self._values.corpus)
+
+
+class TextFlags(CorpusFlags):
+    """Those of `CorpusFlags`, and --length, --rows and --seed."""
+
+    def __init__(self, values: flags.FlagValues, *, length: int, rows: int):
+        """Defines the flags in `values`, with these defaults."""
+        super().__init__(values)
+        flags.DEFINE_integer("length", length, "Tokens of a row.", lower_bound=1, flag_values=values)
+        flags.DEFINE_integer("rows", rows, "Rows of a batch.", lower_bound=1, flag_values=values)
+        flags.DEFINE_integer("seed", 0, "Of initial weights, order and everything random.", flag_values=values)
 
 
 class RunFlags:
