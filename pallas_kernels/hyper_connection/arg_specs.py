@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.arg_spec import ArgSpec
 from pallas_kernels.hyper_connection import ops
@@ -15,10 +16,12 @@ def arguments(key: jax.Array, tokens: int, dim: int, num_streams: int = 4) -> di
     """Random arrays as a trained model has them: mixes of order one, comb nearly doubly stochastic."""
     t, r, d = tokens, num_streams, dim
     mix = (2 + r) * r
-    keys = iter(jax.random.split(key, 9))
+    sizes = (t * r * d, t * d, t * r, t * r * r, t * r, mix * r * d, 3, mix, d)
+    # One draw: each shape of one would be a program of its own to compile.
+    draws = iter(jnp.split(jax.random.normal(key, (sum(sizes),), jnp.float32), np.cumsum(sizes)[:-1].tolist()))
 
     def normal(*shape):
-        return jax.random.normal(next(keys), shape, jnp.float32)
+        return next(draws).reshape(shape)
 
     return {
         "streams": (4 * normal(t, r, d)).astype(jnp.bfloat16),
