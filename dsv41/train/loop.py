@@ -203,7 +203,7 @@ class _Loop:
         self.norms: list[float] = record.get("norms", [])
         self.evaluated: dict[str, float] = record.get("held_out", {})
         self.data: dict[str, Any] = parts.batches.state()
-        self._clock: tuple[float, int] | None = None
+        self._clock: tuple[float, int] | None = None  # when so many tokens had been seen; None: nothing has run yet
 
     def settle(self, behind: int) -> None:
         """Looks at the numbers of all steps but the last few."""
@@ -250,13 +250,13 @@ class _Loop:
             if self.parts.held_out is not None:
                 self.parts.held_out.append(at.step, at.tokens, self.evaluated)
             self.report(at, self._held_out())
-            self._clock = None
+            self._clock = time.perf_counter(), at.tokens
 
     def save(self, state: Any, at: Progress) -> None:
         record = {"identity": dict(self.parts.identity), "tokens": at.tokens, "data": self.data}
         record |= {"norms": self.norms, "held_out": self.evaluated}
         self.parts.checkpoints.save(at.step, state, record)
-        self._clock = None
+        self._clock = time.perf_counter(), at.tokens
 
 
 def held_out_means(

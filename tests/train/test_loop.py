@@ -119,6 +119,8 @@ def test_what_a_run_leaves(whole):
     saved, curves, held_out = result(whole)
     assert list(saved) == [10, 12] and saved[12][2]["tokens"] == STEPS * BATCH
     assert curves["step"] == list(range(1, STEPS + 1)) and curves["tokens"] == [BATCH * s for s in curves["step"]]
+    rates = read_curves(whole / "curves.csv")["tokens_per_second"]
+    assert rates[0] == 0 and min(rates[1:]) > 0  # behind evaluations and checkpoints too
     assert "finite" not in curves and 0 < min(curves["predicted_tokens"]) < BATCH
     assert curves["learning_rate"] == [SCHEDULE.rate(tokens) for tokens in curves["tokens"]]
     assert [line.split(",")[0] for line in held_out.splitlines()] == ["step", "3", "6", "9", "12"]
