@@ -31,7 +31,7 @@ def random_case(rng: np.random.Generator, shape: Shape = Shape()) -> dict:
     layout = IndexPageLayout(s.width)
     visible = rng.integers(0, s.table * PAGE_ENTRIES + 1, lead).astype(np.int32)
     used = -(-visible.max(axis=1) // PAGE_ENTRIES)
-    num_pages = int(used.sum()) + 2
+    num_pages = s.batch * s.table + 2  # of a size, all cases have equal shapes
     order = iter(rng.permutation(num_pages))
     pages = np.full((s.batch, s.table), -1, np.int32)
     for b in range(s.batch):

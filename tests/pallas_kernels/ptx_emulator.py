@@ -8,7 +8,7 @@ import contextlib
 import types
 from collections.abc import Callable, Sequence
 
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 _SPACE = 1 << 40  # addresses between arrays
@@ -81,7 +81,7 @@ def _f32(x):
 
 
 def _bf16(x):
-    return np.asarray(jnp.asarray(np.asarray(x, np.float32)).astype(jnp.bfloat16)).view(np.uint16).astype(np.uint32)
+    return np.asarray(x, np.float32).astype(ml_dtypes.bfloat16).view(np.uint16).astype(np.uint32)
 
 
 def _typed(values, type_):

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -17,10 +18,12 @@ from tests.pallas_kernels import ptx_emulator
 
 EPS = {"iters": 20, "hc_eps": 1e-6, "norm_eps": 1e-20}
 
+_split_mix = jax.jit(functools.partial(ops.split_mix, num_streams=4, iters=20, eps=1e-6))
+
 
 def test_split_mix_golden():
     g = primitives()
-    pre, post, comb = jax.jit(lambda m, s, b: ops.split_mix(m, s, b, num_streams=4, iters=20, eps=1e-6))(
+    pre, post, comb = _split_mix(
         g["hc_split_sinkhorn.mixes"], g["hc_split_sinkhorn.scale"].astype(np.float32), g["hc_split_sinkhorn.base"]
     )
     # float32 exponentials differ by an ulp between libraries; 20 normalisations keep that size.
@@ -39,8 +42,9 @@ def test_whole_step_golden():
     np.testing.assert_allclose(post, g["hc.post"], rtol=2e-5, atol=1e-6)
     np.testing.assert_allclose(comb, g["hc.comb"], rtol=2e-5, atol=1e-6)
     # From the golden coefficients the bf16 results are exact.
-    collapsed = ops.collapse(x, jnp.asarray(g["hc.pre_mix_in"]))
+    collapsed = jax.jit(ops.collapse)(x, jnp.asarray(g["hc.pre_mix_in"]))
     np.testing.assert_array_equal(np.asarray(collapsed, np.float32), g["hc.collapsed"].astype(np.float32))
+    # operation by operation: one program would contract products and sums
     expanded = ops.update(x, jnp.asarray(g["hc.sub_out"]), jnp.asarray(g["hc.post"]), jnp.asarray(g["hc.comb"]))
     np.testing.assert_array_equal(np.asarray(expanded, np.float32), g["hc.expanded"].astype(np.float32))
 
@@ -48,14 +52,14 @@ def test_whole_step_golden():
 def test_case_n1_mixing_axis():
     comb = np.zeros((4, 4), np.float32)
     comb[[0, 1, 2, 3], [1, 2, 3, 0]] = 1
-    streams = jnp.array([1, 10, 100, 1000], jnp.bfloat16)[:, None]
-    new = ops.update(streams, jnp.zeros((1,), jnp.bfloat16), jnp.zeros(4), jnp.asarray(comb))
+    streams = np.array([1, 10, 100, 1000], ml_dtypes.bfloat16)[:, None]
+    new = jax.jit(ops.update)(streams, np.zeros(1, ml_dtypes.bfloat16), np.zeros(4, np.float32), comb)
     np.testing.assert_array_equal(np.asarray(new, np.float32)[:, 0], [1000, 1, 10, 100])
 
 
 def _comb_of(logits):
-    mix = jnp.concatenate([jnp.zeros(8), jnp.asarray(logits, jnp.float32).reshape(-1)])
-    return ops.split_mix(mix, jnp.ones(3), jnp.zeros(24), num_streams=4, iters=20, eps=1e-6)[2]
+    mix = np.concatenate([np.zeros(8), np.reshape(logits, -1)]).astype(np.float32)
+    return _split_mix(mix, np.ones(3, np.float32), np.zeros(24, np.float32))[2]
 
 
 def test_case_n2_mixing_values():
@@ -78,19 +82,23 @@ def test_doubly_stochastic():
     np.testing.assert_allclose(comb.sum(1), 1, atol=1e-4)
 
 
+@jax.jit
+def _step_from_streams(x, fn, scale, base):
+    pre, post, comb = ops.mix_coefficients(x, fn, scale, base, **EPS)
+    u = ops.collapse(x, pre)
+    return pre, post, comb, ops.update(x, u, post, comb), u
+
+
 @pytest.mark.parametrize("factor", [1e-6, 1.0, 1e6])
 def test_case_n5_any_magnitude(factor):
     g = primitives()
     x = g["hc.x"].astype(np.float32) * factor
     x[0, 0] = 0
     x[0, 1, 0, 3] = 3e5 * factor
-    x = jnp.asarray(x).astype(jnp.bfloat16)
-    pre, post, comb = ops.mix_coefficients(
-        x, jnp.asarray(g["hc.fn"]), jnp.asarray(g["hc.scale"].astype(np.float32)), jnp.asarray(g["hc.base"]), **EPS
+    *others, u = _step_from_streams(
+        x.astype(ml_dtypes.bfloat16), g["hc.fn"], g["hc.scale"].astype(np.float32), g["hc.base"]
     )
-    u = ops.collapse(x, pre)
-    new = ops.update(x, u, post, comb)
-    for value in (pre, post, comb, u, new):
+    for value in (*others, u):
         assert np.isfinite(np.asarray(value, np.float32)).all()
     assert (np.asarray(u, np.float32)[0, 0] == 0).all()
 
@@ -105,9 +113,9 @@ def _compiled(implementation):
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="bits are the same however XLA cuts a program on CPU only")
-@pytest.mark.parametrize("tokens", [0, 1, 7])
+@pytest.mark.parametrize("tokens", [0, 1, 5])
 def test_step_is_its_parts(tokens):
-    args = cases.make("random", 3, tokens, 128)
+    args = cases.make("random", 3, tokens, 256)
     new, x, *coefficients = _compiled("xla")(*args)
     step_by_step = jax.jit(lambda *a: ref.update(*a))(*args[:4])
     np.testing.assert_array_equal(new, step_by_step)
@@ -120,7 +128,7 @@ def test_step_is_its_parts(tokens):
 @pytest.mark.parametrize("case", cases.CASES)
 def test_ref_is_near_float64(case):
     args = cases.make(case, 4, 5, 256)
-    out = ref.residual_step(*args, **cases.STATIC)
+    out = _compiled("xla")(*args)
     new, x, pre, post, comb = (np.asarray(o, np.float64) for o in out)
     expected = cases.exact(args)
     # rounding to bfloat16 is relative to the terms: cancelling sums keep their terms' rounding
@@ -134,21 +142,28 @@ def test_ref_is_near_float64(case):
         np.testing.assert_allclose(got, want, atol=5e-3 * scale)
 
 
-def _loss(step, cotangents):
-    return lambda *args: sum(jnp.vdot(o.astype(jnp.float32), c) for o, c in zip(step(*args), cotangents, strict=True))
+@functools.cache
+def _gradient(implementation):
+    """(cotangents, args) -> the gradient of every argument."""
+
+    def loss(args, cotangents):
+        out = ops.residual_step(*args, **cases.STATIC, implementation=implementation)
+        return sum(jnp.vdot(o.astype(jnp.float32), c) for o, c in zip(out, cotangents, strict=True))
+
+    return jax.jit(jax.grad(loss))
 
 
 def _cotangents(args, seed):
-    out = jax.eval_shape(lambda *a: ref.residual_step(*a, **cases.STATIC), *args)
-    keys = jax.random.split(jax.random.key(seed), len(out))
-    return [jax.random.normal(k, o.shape, jnp.float32) for k, o in zip(keys, out, strict=True)]
+    streams, y, post, comb, pre = args[:5]
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=a.shape).astype(np.float32) for a in (streams, y, pre, post, comb)]
 
 
 def test_gradient_is_the_slope_of_the_exact_step():
     """Against finite differences of the step in float64, along random directions of every array."""
-    args = cases.make("random", 5, 6, 128)
+    args = cases.make("random", 5, 5, 128)
     cotangents = _cotangents(args, 6)
-    grads = jax.jit(jax.grad(_loss(lambda *a: ops.residual_step(*a, **cases.STATIC), cotangents), range(9)))(*args)
+    grads = _gradient("xla")(args, cotangents)
     rng = np.random.default_rng(7)
     wide = [np.asarray(a, np.float64) for a in args]
 
@@ -173,12 +188,8 @@ def test_gradient_is_the_slope_of_the_exact_step():
 def test_gradient_of_a_kernel_is_that_of_the_reference(kernel):
     args = cases.make("random", 8, 5, 128)
     cotangents = _cotangents(args, 9)
-
-    def gradient(implementation):
-        step = lambda *a: ops.residual_step(*a, **cases.STATIC, implementation=implementation)  # noqa: E731
-        return jax.jit(jax.grad(_loss(step, cotangents), range(9)))(*args)
-
-    for name, got, want in zip(cases.NAMES, gradient(kernel), gradient("xla"), strict=True):
+    gradients = (_gradient(implementation)(args, cotangents) for implementation in (kernel, "xla"))
+    for name, got, want in zip(cases.NAMES, *gradients, strict=True):
         got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
         # the same arithmetic; on a GPU XLA may cut it into other fusions, and a last bit of bfloat16 may turn
         tolerance = {} if jax.default_backend() == "cpu" else {"rtol": 2**-7, "atol": 2**-9 * np.abs(want).max()}
@@ -189,7 +200,8 @@ def test_gradient_of_a_kernel_is_that_of_the_reference(kernel):
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("case", cases.CASES)
 def test_kernel_equals_ref_on_cases(kernel, case):
-    args = cases.make(case, 10, 9, 128)
+    # a size that is tested below: one program for both
+    args = cases.make(case, 10, 17, 384)
     cases.check(_compiled(kernel)(*args), args)
 
 
@@ -228,11 +240,11 @@ def _emulated(monkeypatch, args, plan: Plan):
     shared_bytes = gpu_finish.shared_bytes(plan.finish_tokens)
     run(gpu_finish, gpu_finish.finish_block, plan.finish_blocks, 128, shared_bytes, arrays, plan, **cases.STATIC)
     shapes = (streams.shape, y.shape, pre.shape, post.shape, comb.shape)
-    return [jnp.asarray(a.reshape(s)) for a, s in zip((new, x, *coefficients), shapes, strict=True)]
+    return [a.reshape(s) for a, s in zip((new, x, *coefficients), shapes, strict=True)]
 
 
 @pytest.mark.parametrize(
-    "case,tokens,dim,finish_tokens", [("one_huge", 5, 128, 1), ("cancelling", 53, 128, 16), ("random", 21, 256, 4)]
+    "case,tokens,dim,finish_tokens", [("one_huge", 5, 128, 1), ("cancelling", 37, 128, 16), ("random", 17, 384, 4)]
 )
 def test_emulated_gpu_code_equals_ref(monkeypatch, case, tokens, dim, finish_tokens):
     args = cases.make(case, 13, tokens, dim)
@@ -269,22 +281,27 @@ def test_gpu_kernel_at_released_width(tokens):
     cases.check(_compiled("gpu")(*args), args)
 
 
-@pytest.mark.parametrize("spec", [s for s in SPECS if "ci" in s.tags], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "spec",
+    # seven tokens are as one and as 37, apart from their number
+    [pytest.param(s, marks=pytest.mark.slow if s.name == "tiny_t7" else ()) for s in SPECS if "ci" in s.tags],
+    ids=lambda s: s.name,
+)
 def test_specs_run(spec):
-    arrays = spec.make(jax.random.key(0))
+    arrays = jax.jit(spec.make)(jax.random.key(0))
     shapes = {name: (x.shape, x.dtype) for name, x in arrays.items()}
     assert shapes == {name: (x.shape, x.dtype) for name, x in spec.abstract().items()}
-    assert all(np.isfinite(np.asarray(o, np.float32)).all() for o in spec.bind("xla")(arrays))
+    assert all(np.isfinite(np.asarray(o, np.float32)).all() for o in jax.jit(spec.bind("xla"))(arrays))
 
 
 def test_bad_arguments():
-    args = list(cases.make("random", 0, 2, 128))
+    args = [np.asarray(a) for a in cases.make("random", 0, 2, 128)]
     with pytest.raises(ValueError, match=r"streams must be \[T, R, D\]"):
         ops.residual_step(args[0][0], *args[1:], **cases.STATIC)
     with pytest.raises(ValueError, match="fn must be"):
         ops.residual_step(*args[:5], args[5][:, :-1], *args[6:], **cases.STATIC)
     with pytest.raises(TypeError, match="y must be bfloat16"):
-        ops.residual_step(args[0], args[1].astype(jnp.float32), *args[2:], **cases.STATIC)
+        ops.residual_step(args[0], args[1].astype(np.float32), *args[2:], **cases.STATIC)
     with pytest.raises(ValueError, match="iters"):
         ops.residual_step(*args, **(cases.STATIC | {"iters": 0}))
     with pytest.raises(ValueError, match="unknown implementation"):
