@@ -19,8 +19,10 @@ from dsv41.checkpoint import CheckpointReader, open_checkpoint
 DATA = pathlib.Path(__file__).parent / "data"
 TINY = DATA / "tiny_text"
 
-# Of the tiny model, by what they are there: with Engram; full at ratio 2; full at ratio 1, with the candidate pool.
+# Of the tiny model, by what they are there: with Engram; full at ratio 2; full at ratio 1, with the candidate pool. The
+# first layer of few gets the Engram even if another is left out.
 _FEW_LAYERS = {
+    1: ([6], {"compress_ratios": [1], "kv_source_layer_ids": [0], "index_source_layer_ids": [0]}),
     2: ([1, 6], {"compress_ratios": [0, 1], "kv_source_layer_ids": [1], "index_source_layer_ids": [1]}),
     3: ([1, 2, 6], {"compress_ratios": [0, 2, 1], "kv_source_layer_ids": [1, 2], "index_source_layer_ids": [1, 2]}),
 }
@@ -101,6 +103,8 @@ def few_layers(directory: pathlib.Path, number: int) -> pathlib.Path:
             tensors[name] = tensor
         elif match is not None and int(match[1]) in layers:
             tensors[f"layers.{layers.index(int(match[1]))}.{match[2]}"] = tensor
+        elif match is not None and match[1] == "1" and match[2].startswith("engram."):
+            tensors[f"layers.0.{match[2]}"] = tensor
     directory.mkdir()
     write_safetensors(directory / "model.safetensors", tensors)
     (directory / "config.json").write_text(json.dumps(config))
@@ -109,11 +113,28 @@ def few_layers(directory: pathlib.Path, number: int) -> pathlib.Path:
 
 
 @functools.cache
-def three_layers() -> pathlib.Path:
-    """`few_layers` of three, written once a process, for the tests of scripts that look at no golden number."""
+def _kept(number: int) -> pathlib.Path:
     folder = tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)
-    return few_layers(pathlib.Path(folder.name) / "few_layers", 3)
+    return few_layers(pathlib.Path(folder.name) / "few_layers", number)
+
+
+def one_layer() -> pathlib.Path:
+    """`few_layers` of one, written once a process: for tests of scripts and of what is above the models."""
+    return _kept(1)
+
+
+def script_model() -> tuple[str, str]:
+    """Flags of `one_layer`, for the tests of scripts that look at no golden number.
+
+    Tests of several scripts whose steps have the same shapes find the same programs in the compile cache.
+    """
+    return f"--checkpoint={one_layer()}", "--set=text_config.max_position_embeddings=4096"
+
+
+def three_layers() -> pathlib.Path:
+    """`few_layers` of three, written once a process, for what needs a decoder behind the encoder."""
+    return _kept(3)
 
 
 def _to_bf16(values: np.ndarray) -> np.ndarray:

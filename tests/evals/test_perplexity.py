@@ -1,21 +1,30 @@
 """Losses of files: those of their parts, whatever they are padded to and run with."""
 
 import dataclasses
+import functools
 import math
 
 import numpy as np
 import pytest
 
+import dsv41
 from dsv41.config import DSV41Error
 from dsv41.evals import Piece, score_tokens
 from dsv41.evals.padded_rows import score_rows
 from dsv41.evals.perplexity import FileLoss, all_files, file_losses
+from dsv41.models import Model
 from dsv41.train.corpus import Document
-from tests.models_for_tests import tiny_model
+from tests.checkpoint_files import one_layer
+from tests.models_for_tests import OVERRIDES
 
-# The step of test_score: two rows, 64 tokens.
-SHAPE = {"batch": 2, "chunk": 64}
-CONTEXT = 53
+# The step of the tests of launch.score: two rows, 32 tokens.
+SHAPE = {"batch": 2, "chunk": 32}
+CONTEXT = 24
+
+
+@functools.cache
+def one_layer_model() -> Model:
+    return dsv41.load(one_layer(), overrides=OVERRIDES)
 
 
 def documents() -> list[Document]:
@@ -24,7 +33,7 @@ def documents() -> list[Document]:
 
 
 def parts(text: str) -> list[list[int]]:
-    model = tiny_model()
+    model = one_layer_model()
     ids = [*model.tokenizer.encode(text, add_special_tokens=False).ids, model.config.eos_token_id]
     return [[model.config.bos_token_id, *ids[n : n + CONTEXT - 1]] for n in range(0, len(ids), CONTEXT - 1)]
 
@@ -33,14 +42,14 @@ def logprobs(rows: list[list[int]]) -> list[np.ndarray]:
     """float32 [n - 1] of each row, which runs alone, beside a copy of itself."""
     found = []
     for row in rows:
-        pieces = score_tokens(tiny_model(), np.array([row + [3] * (CONTEXT - len(row))] * 2), chunk=64)
+        pieces = score_tokens(one_layer_model(), np.array([row + [3] * (CONTEXT - len(row))] * 2), chunk=32)
         found.append(np.concatenate([p.logprobs[0] for p in pieces])[: len(row) - 1])
     return found
 
 
 def test_losses_are_those_of_the_parts():
     seen = []
-    found = file_losses(tiny_model(), documents(), context=CONTEXT, progress=lambda *n: seen.append(n), **SHAPE)
+    found = file_losses(one_layer_model(), documents(), context=CONTEXT, progress=lambda *n: seen.append(n), **SHAPE)
     assert len(parts(documents()[1].text)) > 2
     for file, document in zip(found, documents(), strict=True):
         rows = parts(document.text)
@@ -63,7 +72,7 @@ def test_rows_end_with_their_group(monkeypatch):
 
     monkeypatch.setattr("dsv41.evals.padded_rows.score_tokens", score)
     rows = [np.arange(3, 3 + n) for n in (50, 9, 30, 12)]
-    pieces = list(score_rows(tiny_model(), rows, batch=2, chunk=32))
+    pieces = list(score_rows(one_layer_model(), rows, batch=2, chunk=32))
     assert [(p.numbers, p.scores.position) for p in pieces] == [((1, 3), 0), ((2, 0), 0), ((2, 0), 32)]
     np.testing.assert_array_equal(pieces[0].scores.logprobs[0], [*rows[1], *[2] * 23])
     np.testing.assert_array_equal(pieces[2].scores.logprobs[1], rows[0][32:])
@@ -90,9 +99,9 @@ def test_what_is_reported():
 )
 def test_bad_arguments(files, options, message):
     with pytest.raises(DSV41Error, match=message):
-        file_losses(tiny_model(), documents() if files is None else files, **options)
+        file_losses(one_layer_model(), documents() if files is None else files, **options)
 
 
 def test_a_tokenizer_is_needed():
     with pytest.raises(DSV41Error, match=r"no tokenizer\.json"):
-        file_losses(dataclasses.replace(tiny_model(), tokenizer=None), documents())
+        file_losses(dataclasses.replace(one_layer_model(), tokenizer=None), documents())

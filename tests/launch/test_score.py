@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import dsv41
+from dsv41.evals import score_tokens
 from launch import score
 from launch.cli import run
-from tests.checkpoint_files import three_layers
+from tests.checkpoint_files import one_layer, script_model
 from tests.golden import DATA, expected
+from tests.models_for_tests import OVERRIDES
 
 ROOT = pathlib.Path(__file__).parents[2]
 TINY = f"--checkpoint={DATA / 'tiny_text'}"
@@ -32,15 +35,35 @@ def files(tmp_path):
     return f"--tokens={tmp_path / 'tokens.safetensors'}", f"--out={tmp_path / 'out.safetensors'}"
 
 
-def few():
-    """Three layers, for what has no golden numbers."""
-    return f"--checkpoint={three_layers()}", LONG
+@pytest.fixture
+def short(files):
+    """The same flags for 24 tokens a row, more than the window of 16 has: the tests run a step of 32 and one of 1."""
+    path = files[0].removeprefix("--tokens=")
+    save_file({"tokens": np.ascontiguousarray(load_file(path)["tokens"][:, :24])}, path)
+    return files
 
 
 def out_of(files):
     return load_file(files[1].removeprefix("--out="))
 
 
+def test_the_logits_of_score_tokens(capsys, short):
+    """And the figures that follow from them."""
+    assert start(*script_model(), *short, "--json") == 0
+    out, err = capsys.readouterr()
+    assert out.count("\n") == 1 and err == ""
+    report, found = json.loads(out), out_of(short)
+    assert list(found) == ["logits"] and found["logits"].dtype == np.float32
+    tokens = expected("tiny_text")["input_ids"][:, :24]
+    (piece,) = score_tokens(dsv41.load(one_layer(), overrides=OVERRIDES), tokens)
+    np.testing.assert_array_equal(found["logits"], piece.logits)
+    assert report["array"] == "logits" and report["shape"] == [2, 24, 512] and report["predictions"] == 46
+    assert report["mean_logprob"] == pytest.approx(piece.logprobs.mean(dtype=np.float64))
+    assert report["perplexity"] == pytest.approx(math.exp(-report["mean_logprob"]))
+    assert report["timings"]["load_s"] > 0 and report["timings"]["score_s"] > 0
+
+
+@pytest.mark.slow  # score_tokens has a test with the same numbers
 def test_golden_logits(capsys, files):
     """Free run: mean 0.06 as in the golden README."""
     assert start(TINY, LONG, *files, "--json") == 0
@@ -54,30 +77,37 @@ def test_golden_logits(capsys, files):
     assert error.mean() < 0.06 and error.max() < 1
     np.testing.assert_array_equal(found["logits"][:, -1].argmax(-1), golden["prefill.next_id"])
     assert report["array"] == "logits" and report["shape"] == [2, 53, 512] and report["predictions"] == 104
-    assert report["perplexity"] == pytest.approx(math.exp(-report["mean_logprob"]))
-    assert report["timings"]["load_s"] > 0 and report["timings"]["score_s"] > 0
 
 
-def test_logprobs_only(capsys, files):
-    assert start(*few(), *files, "--logprobs_only") == 0
+def test_logprobs_only(capsys, short):
+    assert start(*script_model(), *short, "--logprobs_only") == 0
     out, err = capsys.readouterr()
-    found = out_of(files)
-    assert list(found) == ["logprobs"] and found["logprobs"].shape == (2, 52)
+    found = out_of(short)
+    assert list(found) == ["logprobs"] and found["logprobs"].shape == (2, 23)
     perplexity = math.exp(-found["logprobs"].mean(dtype=np.float64))
     assert out.startswith(f"perplexity {perplexity:.6g} (") and out.count("\n") == 1
-    assert err.count("\n") == 1 and "logprobs [2, 52]" in err
+    assert err.count("\n") == 1 and "logprobs [2, 23]" in err
 
 
-def test_cuts_write_the_same_file(capsys, files):
-    whole = [start(*few(), *files), out_of(files)["logits"]]
-    cut = [start(*few(), *files, "--chunk=7", "--decode_from=40"), out_of(files)["logits"]]
-    assert whole[0] == cut[0] == 0
+def test_cuts_write_the_same_file(monkeypatch, short):
+    """Steps of 17, 4, 1, 1 and 1 tokens write what one of 24 does."""
+    steps = []
+
+    def counted(*arguments, **options):
+        for piece in score_tokens(*arguments, **options):
+            steps.append(piece.tokens // 2)
+            yield piece
+
+    monkeypatch.setattr(score, "score_tokens", counted)
+    whole = [start(*script_model(), *short), out_of(short)["logits"]]
+    cut = [start(*script_model(), *short, "--chunk=17", "--decode_from=21"), out_of(short)["logits"]]
+    assert whole[0] == cut[0] == 0 and steps == [24, 17, 4, 1, 1, 1]
     np.testing.assert_array_equal(whole[1], cut[1])
 
 
 def test_one_token_has_no_perplexity(capsys, files):
     save_file({"tokens": np.zeros((2, 1), np.int64)}, files[0].removeprefix("--tokens="))
-    assert start(*few(), *files, "--json") == 0
+    assert start(*script_model(), *files, "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert report["perplexity"] is None and report["mean_logprob"] is None and report["shape"] == [2, 1, 512]
 

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from launch import generate, score
 from launch.cli import run
-from tests.checkpoint_files import TINY, few_layers
+from tests.checkpoint_files import TINY, few_layers, script_model
 from tests.golden import expected
 from tests.sharding.jobs import Job
 
@@ -55,9 +55,8 @@ def compare_scores(tmp_path, capsys, model, tokens, mesh, devices):
 
 
 def test_score(tmp_path, capsys):
-    """Rows of one process, halves of the heads of its two devices."""
-    model = (f"--checkpoint={few_layers(tmp_path / 'model', 2)}",)
-    compare_scores(tmp_path, capsys, model, tokens_file(tmp_path, 2, 8), "data=2,tensor=2", 2)
+    """Rows of one process, halves of the heads of its two devices. One process runs the program of test_score."""
+    compare_scores(tmp_path, capsys, script_model(), tokens_file(tmp_path, 2, 24), "data=2,tensor=2", 2)
 
 
 @pytest.mark.slow
