@@ -65,14 +65,14 @@ def _model() -> Model:
     config = _MODEL.config()
     if not config.text_config.engram_layer_ids:
         raise DSV41Error("--config: this model has no Engram")
+    directory = None if _TABLE_DIR.value is None else pathlib.Path(_TABLE_DIR.value)
+    if directory is not None and not directory.is_dir():
+        raise DSV41Error(f"--table_dir: {directory} is no directory")
     _MODEL.start_device()
     # Weights do not depend on the tables' sizes; the tables of the config itself are dropped again.
     model = random_model(with_table_rows(config, 10_000), drafter=False)
     if _TABLE_ROWS.value is not None:
         config = with_table_rows(config, _TABLE_ROWS.value)
-    directory = None if _TABLE_DIR.value is None else pathlib.Path(_TABLE_DIR.value)
-    if directory is not None and not directory.is_dir():
-        raise DSV41Error(f"--table_dir: {directory} is no directory")
     return dataclasses.replace(model, config=config, engram=random_store(config, directory=directory))
 
 

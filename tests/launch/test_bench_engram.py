@@ -57,7 +57,9 @@ def test_every_mode_runs(capsys, tmp_path):
         ("--set=text_config.engram_layer_ids=[]", "engram"),
     ],
 )
-def test_bad_input(capsys, argument, message):
+def test_bad_input(capsys, monkeypatch, argument, message):
+    """Found before weights are drawn."""
+    monkeypatch.setattr(bench_engram, "random_model", lambda *_, **__: pytest.fail("drawn"))
     status, _, err = bench(capsys, "--table_rows=2400", argument)
     assert status == 2 and message in err and err.count("\n") == 1
 
