@@ -15,7 +15,7 @@ from dsv41.evals.answers import open_answers
 from dsv41.train.corpus_file import text_corpus
 from launch import make_answers
 from launch.cli import run
-from tests.checkpoint_files import three_layers
+from tests.checkpoint_files import script_model
 from tests.golden import DATA
 
 TEXTS = [f"def f{i}(x):\n    '''Adds {i}.'''\n    return x + {i}\n\n\nprint(f{i}({i * i}))\n" for i in range(8)]
@@ -26,8 +26,8 @@ def start(*arguments):
 
 
 def model():
-    """Three layers. Batches of 3 and 4 prompts of up to 8 tokens run the same two programs."""
-    return f"--checkpoint={three_layers()}", "--set=text_config.max_position_embeddings=4096", "--max_new_tokens=5"
+    """Batches of 3 and 4 prompts of up to 8 tokens run the same two programs."""
+    return *script_model(), "--max_new_tokens=5"
 
 
 def asked(source: pathlib.Path, *more):
