@@ -6,6 +6,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -40,7 +41,7 @@ def _stacks(format: WeightFormat) -> tuple[QuantizedArray, QuantizedArray, Quant
         w = jnp.asarray(rng.normal(size=(EXPERTS, out, columns)) / 4, jnp.bfloat16)
         if format is WeightFormat.BF16:
             return QuantizedArray(w, None, format)
-        return QuantizedArray(*quantize.quantize_mxfp4(w), format)
+        return QuantizedArray(*jax.jit(quantize.quantize_mxfp4)(w), format)
 
     return stored(INNER, WIDTH), stored(INNER, WIDTH), stored(WIDTH, INNER)
 
@@ -170,6 +171,7 @@ def test_formats_and_axes_in_full(format, transport, ragged):
             _same(*_routings()[name], format, rules=rules, transport=transport)
 
 
+@pytest.mark.slow
 def test_m2_many_tokens_to_the_same_experts():
     y = _same(np.tile([1, 5, 7], (512, 1)), np.ones(512, bool), capacity=16)
     assert np.abs(y).max(axis=1).all()
@@ -235,8 +237,8 @@ def test_scales_spread_by_a_product_are_exact():
     """The form for TPUs, with magnitudes from 2^-20 to 2^100 side by side and groups of zeros."""
     rng = np.random.default_rng(3)
     x = rng.normal(size=(16, 8, 32)) * np.exp2(rng.integers(-20, 100, size=(16, 8, 1))) * (rng.random((16, 8, 1)) < 0.8)
-    values, scales = quantize.quantize_fp8(jnp.asarray(x.reshape(16, 256), jnp.bfloat16))
-    found, expected = dequantize_by_product(values, scales), quantize.dequantize_fp8(values, scales)
+    values, scales = jax.jit(quantize.quantize_fp8)(x.reshape(16, 256).astype(ml_dtypes.bfloat16))
+    found, expected = (jax.jit(f)(values, scales) for f in (dequantize_by_product, quantize.dequantize_fp8))
     np.testing.assert_array_equal(np.asarray(found).view(np.uint16), np.asarray(expected).view(np.uint16))
 
 
@@ -254,7 +256,13 @@ def _placement() -> ExpertPlacement:
     return ExpertPlacement(experts=EXPERTS, extra=((3, 4), (4, 5), (3, 9), (4, 3), (0, 15), (0, 1), (2, 7), (6, 8)))
 
 
-@pytest.mark.parametrize("static", [{"transport": "padded"}, {"transport": "ragged", "capacity": 4, "at_once": 8}])
+@pytest.mark.parametrize(
+    "static",
+    [
+        {"transport": "padded"},
+        pytest.param({"transport": "ragged", "capacity": 4, "at_once": 8}, marks=pytest.mark.slow),
+    ],
+)
 def test_copies_change_no_bit(static, ragged):
     placement = _placement()
     stacks = with_copies(_stacks(WeightFormat.FP4_ROW), placement, _mesh(), EVERY)

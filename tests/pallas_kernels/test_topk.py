@@ -18,12 +18,30 @@ from tests.pallas_kernels import topk_cases as cases
 from tests.pallas_kernels.simt_emulator import Cluster, Emulator
 
 
+@functools.cache
+def _pyramid(k: int, sorted_width: int):
+    """The reference, compiled with another width at which a level is sorted as it is."""
+
+    def topk(scores, lengths=None):
+        width, ref.SORTED_WIDTH = ref.SORTED_WIDTH, sorted_width
+        try:
+            return ref.topk(scores, k, lengths=lengths)
+        finally:
+            ref.SORTED_WIDTH = width
+
+    return jax.jit(topk)
+
+
+@functools.cache
+def _compiled(k: int, implementation: str):
+    return jax.jit(functools.partial(ops.topk, k=k, implementation=implementation))
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("case", cases.CASES)
-def test_ref_is_stable(case, dtype, monkeypatch):
-    monkeypatch.setattr(ref, "SORTED_WIDTH", 64)
+def test_ref_is_stable(case, dtype):
     scores = cases.make(case, 0, 4, 1003, dtype)
-    ids = np.asarray(ref.topk(jnp.asarray(scores), 7))
+    ids = np.asarray(_pyramid(7, 64)(scores))
     np.testing.assert_array_equal(ids, cases.expected(scores, 7, None))
     cases.check(ids, scores, 7, None)
 
@@ -35,31 +53,28 @@ def test_ref_is_stable(case, dtype, monkeypatch):
 def test_ref_lengths(rows, width, k, lengths):
     scores = cases.make("few_values", 1, rows, width, jnp.float32)
     lengths = cases.make_lengths(lengths, 1, rows, width)
-    ids = ops.topk(jnp.asarray(scores), k, lengths=jnp.asarray(lengths), implementation="xla")
+    ids = _compiled(k, "xla")(scores, lengths=lengths)
     np.testing.assert_array_equal(ids, cases.expected(scores, k, lengths))
 
 
 @given(
     st.lists(st.sampled_from([-np.inf, np.nan, -1.0, -0.0, 0.0, 1.0, 2.0]), min_size=1, max_size=200),
-    st.integers(1, 6),
+    st.sampled_from([1, 2, 6]),
     st.integers(0, 220),
 )
 def test_ref_equals_sorting_the_whole_row(values, k, length):
     scores = np.array([values, values[::-1]], np.float32)
     lengths = np.array([length, len(values)], np.int32)
-    width, ref.SORTED_WIDTH = ref.SORTED_WIDTH, 4
-    try:
-        # rows padded to one width and run eagerly: nothing is compiled anew for an example
-        padded = np.pad(scores, ((0, 0), (0, 200 - len(values))), constant_values=-np.inf)
-        ids = ref.topk(jnp.asarray(padded), k, lengths=jnp.asarray(lengths))
-    finally:
-        ref.SORTED_WIDTH = width
+    # rows padded to one width: nothing is compiled anew for an example
+    padded = np.pad(scores, ((0, 0), (0, 200 - len(values))), constant_values=-np.inf)
+    ids = _pyramid(k, 4)(padded, lengths)
     np.testing.assert_array_equal(ids, cases.expected(padded, k, lengths))
 
 
 def test_ref_equals_lax_top_k_at_every_tie():
     scores = cases.make("few_values", 2, 3, 40000, jnp.float32)
-    np.testing.assert_array_equal(ref.topk(jnp.asarray(scores), 512), jax.lax.top_k(jnp.asarray(scores), 512)[1])
+    wanted = jax.jit(jax.lax.top_k, static_argnums=1)(scores, 512)[1]
+    np.testing.assert_array_equal(_compiled(512, "xla")(scores), wanted)
 
 
 @pytest.mark.parametrize("rows,width", [(0, 5), (3, 0), (0, 0)])
@@ -87,8 +102,9 @@ def test_bad_arguments():
 
 @pytest.mark.parametrize("spec", [s for s in SPECS if "ci" in s.tags], ids=lambda s: s.name)
 def test_arg_specs(spec):
-    arrays = spec.make(jax.random.key(0))
-    ids = spec.bind("xla")(arrays)
+    # This generator takes a third of the default one's time to compile.
+    key = jax.random.key(0, impl="unsafe_rbg")
+    arrays, ids = jax.jit(lambda key: (arrays := spec.make(key), spec.bind("xla")(arrays)))(key)
     scores, lengths = (np.asarray(arrays[n]) if n in arrays else None for n in ("scores", "lengths"))
     cases.check(ids, scores, spec.static["k"], lengths)
 
@@ -255,9 +271,10 @@ def test_tpu_pyramid(monkeypatch):
 
 @pytest.mark.parametrize("rows,width,k", [(1, 1, 4), (17, 129, 200), (2, 1030, 8)])
 def test_tpu_sizes(rows, width, k):
-    topk = jax.jit(functools.partial(ops.topk, k=k, implementation="tpu_interpret"))
+    topk = _compiled(k, "tpu_interpret")
     scores = cases.make("few_values", 8, rows, width, jnp.float32)
-    cases.check(topk(jnp.asarray(scores)), scores, k, None)
+    if width == 1:  # a program of its own, whatever the size
+        cases.check(topk(jnp.asarray(scores)), scores, k, None)
     for lengths in (np.arange(rows, dtype=np.int32) - 1, np.full(rows, 2**31 - 1, np.int32)):
         cases.check(topk(jnp.asarray(scores), lengths=jnp.asarray(lengths)), scores, k, lengths)
 
