@@ -23,7 +23,7 @@ def test_parts_are_equal_and_join_again(rows, tokens, axis):
 
     mesh = Mesh(np.array(jax.devices()[:DEVICES]), AXES)
     run = jax.shard_map(step, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(AXES), check_vma=False)
-    part, joined, group_part, group_rows = (np.asarray(a) for a in run(x, group))
+    part, joined, group_part, group_rows = (np.asarray(a) for a in jax.jit(run)(x, group))
     parts = [x] * DEVICES if axis is None else np.split(x, DEVICES, axis)
     by_group = group.reshape(GROUPS, rows, tokens)
     group_parts = [by_group] * DEVICES if axis is None else np.split(by_group, DEVICES, axis + 1)
