@@ -4,10 +4,11 @@
     python -m launch.make_answers --checkpoint=DIR --prompts=FILE.jsonl --max_new_tokens=1024 --out=answers.jsonl
     python -m launch.train_dspark --checkpoint=DIR --text=answers.jsonl --out=RUN
 
-Prompts are beginnings of --prompt_tokens tokens at random lines of the training documents of a corpus: of --corpus or
---text, else of the standard library of the running interpreter. Documents come in turn, in an order that --seed says.
-Or they are those of --prompts or --tokens, as they are. Prompt i draws with --seed plus i: what it says does not depend
-on --batch (on CPU; elsewhere but for near-ties).
+Prompts are beginnings of --prompt_tokens tokens at random lines of the training documents of a corpus (or, near a
+document's end, at the last place with as many tokens): of --corpus or --text, else of the standard library of the
+running interpreter. Documents come in turn, in an order that --seed says. Or they are those of --prompts or --tokens,
+as they are. Prompt i draws with --seed plus i: what it says does not depend on --batch (on CPU; elsewhere but for
+near-ties).
 
 --out is a file with a JSON object a line: name, text (prompt and answer, without special tokens), prompt_tokens,
 new_tokens, finish_reason ("stop" or "length") and key, which stands for prompt, flags and model. The lines of a batch
@@ -49,14 +50,16 @@ _MODEL = ModelFlags(FLAGS)
 _OUT = flags.DEFINE_string("out", None, "The file to write or to go on with, FILE.jsonl.", flag_values=FLAGS)
 _CORPUS = CorpusFlags(FLAGS)
 _COUNT = flags.DEFINE_integer("count", 1000, "Prompts out of the corpus.", flag_values=FLAGS)
-_PROMPT_TOKENS = flags.DEFINE_integer("prompt_tokens", 64, "Tokens of each of them, <bos> included.", flag_values=FLAGS)
+_PROMPT_TOKENS = flags.DEFINE_integer(
+    "prompt_tokens", 64, "Tokens of each prompt out of the corpus, <bos> included.", flag_values=FLAGS
+)
 _PROMPTS = PromptFlags(FLAGS)
 _MAX_NEW_TOKENS = flags.DEFINE_integer(
     "max_new_tokens", 448, "Tokens to generate at most for each prompt.", flag_values=FLAGS
 )
 _BATCH = flags.DEFINE_integer("batch", 64, "Prompts that run together.", flag_values=FLAGS)
 _SAMPLING = SamplingFlags(
-    FLAGS, "Of the corpus's prompts, and of the draws of the first prompt; each has one more.",
+    FLAGS, "Of the choice of prompts; prompt i draws with the seed plus i.",
     temperature=SamplingParams.temperature,
 )  # fmt: skip
 _PREFILL_CHUNK = flags.DEFINE_integer(
@@ -90,7 +93,10 @@ def _check(config: ModelConfig) -> None:
         if flag.value < least:
             raise DSV41Error(f"--{flag.name}: expected {least} or more, got {flag.value}")
     if not files:
-        check_prompts(config, [np.zeros(_PROMPT_TOKENS.value, np.int64)], _MAX_NEW_TOKENS.value)
+        try:
+            check_prompts(config, [np.zeros(_PROMPT_TOKENS.value, np.int64)], _MAX_NEW_TOKENS.value)
+        except DSV41Error as e:
+            raise DSV41Error(f"--prompt_tokens and --max_new_tokens: {e}") from e
 
 
 def _prompts(config: ModelConfig, seed: int) -> list[list[int]]:

@@ -117,7 +117,7 @@ def open_answers(path: str | pathlib.Path) -> Iterator[IO[bytes]]:
     """The file, to read and to append to, made if it is missing; no other process has it so.
 
     Raises:
-      DSV41Error: it cannot be opened, or another process appends to it.
+      DSV41Error: it cannot be opened or locked, or another process appends to it.
     """
     path = check_target(path)
     with contextlib.ExitStack() as stack:
@@ -127,8 +127,10 @@ def open_answers(path: str | pathlib.Path) -> Iterator[IO[bytes]]:
             raise cannot_write(path, e) from e
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            raise DSV41Error(f"{path}: another process appends to it") from e
         except OSError as e:
-            raise DSV41Error(f"{path}: another process appends to it ({e.strerror or e})") from e
+            raise DSV41Error(f"{path}: cannot be locked against other processes ({e.strerror or e})") from e
         yield file
 
 
@@ -147,7 +149,8 @@ def keep_answers(file: IO[bytes], requests: Sequence[AnswerRequest]) -> int:
     for number, (line, request) in enumerate(itertools.zip_longest(lines, requests[: len(lines)]), 1):
         _check_line(line, request, f"{file.name}, line {number}", len(requests))
     if cut:
-        if not cut.startswith(_BEGIN[: len(cut)]):
+        written = cut.rstrip(b"\0")  # a file system that lost its power may leave zeros
+        if not written.startswith(_BEGIN[: len(written)]):
             raise DSV41Error(f"{file.name}, line {len(lines) + 1}: not the beginning of an answer")
         _truncate(file, sum(len(line) + 1 for line in lines))
     return len(lines)

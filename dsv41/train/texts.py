@@ -13,7 +13,6 @@ from dsv41.train.corpus import Corpus
 from dsv41.train.data import RowSource, tokenize
 from dsv41.train.needles import needle_documents
 from dsv41.train.package_corpus import FOLDER
-from dsv41.train.tokenizer import encode_texts
 
 _NEEDLE_MARGIN = 64  # tokens of a row that the longest needle document leaves
 _SHORTEST_NEEDLE = 100
@@ -91,6 +90,6 @@ def _needles(corpus: Corpus, tokenizer: Tokenizer, tokens: int, options: TextOpt
     each = max(round(options.needles * epoch / mean), 1)
     epochs = max(math.ceil(options.tokens / epoch), 1)
     filler = [d.text for d in corpus.train]
-    texts = needle_documents(each * epochs, options.seed, filler, tokenizer, shortest=_SHORTEST_NEEDLE, longest=longest)
-    ids = [np.asarray(ids, np.int32) for ids in encode_texts(tokenizer, texts)]
+    lengths = {"shortest": _SHORTEST_NEEDLE, "longest": longest}
+    ids = [d.ids for d in needle_documents(each * epochs, options.seed, filler, tokenizer, **lengths)]
     return [ids[n * each : (n + 1) * each] for n in range(epochs)]

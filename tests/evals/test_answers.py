@@ -69,8 +69,8 @@ def test_what_is_kept_is_not_asked_for(asked, tmp_path):
         append_answers(Model, wanted, file, batch=5)
     data = path.read_bytes()
     lines = data.splitlines(keepends=True)
-    for kept, cut in ((0, 1), (1, 25), (2, len(lines[2]) - 1), (3, 0), (5, 0)):
-        other.write_bytes(b"".join(lines[:kept]) + (lines[kept][:cut] if cut else b""))
+    for kept, cut, zeros in ((0, 1, 0), (1, 25, 0), (2, len(lines[2]) - 1, 9), (3, 0, 9), (3, 0, 0), (5, 0, 0)):
+        other.write_bytes(b"".join(lines[:kept]) + (lines[kept][:cut] if cut else b"") + b"\0" * zeros)
         asked.clear()
         with open_answers(other) as file:
             assert keep_answers(file, wanted) == kept

@@ -64,8 +64,8 @@ def test_the_rest_is_filler():
 def test_length(tokens):
     for seed in range(5):
         d = document(seed, tokens)
-        assert 0.93 * tokens - 16 < d.tokens <= tokens
-        assert len(tokenizer().encode(d.text, add_special_tokens=False).ids) == d.tokens
+        assert 0.93 * tokens - 16 < len(d.ids) <= tokens
+        assert tokenizer().encode(d.text, add_special_tokens=False).ids == d.ids.tolist()
 
 
 def test_all_kinds_come_and_no_value_twice():
@@ -86,24 +86,30 @@ def test_facts_lie_at_their_depths():
     assert sorted(d.order) == [0, 1, 2, 3, 4] and list(d.order) != [0, 1, 2, 3, 4]
 
 
+def texts(count: int, seed: int, shortest: int, longest: int) -> list[str]:
+    found = needle_documents(count, seed, filler(), tokenizer(), shortest=shortest, longest=longest)
+    return [d.text for d in found]
+
+
 def test_seeds():
-    texts = needle_documents(6, 5, filler(), tokenizer(), shortest=150, longest=500)
-    assert texts == needle_documents(6, 5, filler(), tokenizer(), shortest=150, longest=500)
-    assert texts[:3] == needle_documents(3, 5, filler(), tokenizer(), shortest=150, longest=500)
-    other = needle_documents(6, 6, filler(), tokenizer(), shortest=150, longest=500)
-    assert len({*texts, *other}) == 12
+    found = texts(6, 5, 150, 500)
+    assert found == texts(6, 5, 150, 500) and found[:3] == texts(3, 5, 150, 500)
+    assert len({*found, *texts(6, 6, 150, 500)}) == 12
 
 
-def test_many_are_made_by_processes(monkeypatch):
-    alone = needle_documents(10, 5, filler(), tokenizer(), shortest=150, longest=500)
-    monkeypatch.setattr(needles, "_TASK", 3)
-    monkeypatch.setattr(needles, "_TASKS", 2)
-    assert needle_documents(10, 5, filler(), tokenizer(), shortest=150, longest=500) == alone
+def test_those_made_side_by_side_are_those_made_alone(monkeypatch):
+    together = texts(7, 5, 150, 500)
+    monkeypatch.setattr(needles, "_AT_ONCE", 3)
+    assert texts(7, 5, 150, 500) == together
+    for i, text in enumerate(together):
+        rng = np.random.default_rng([5, i])
+        tokens = int(np.exp(rng.uniform(np.log(150), np.log(500))))
+        assert needle_document(rng, filler(), tokens, tokenizer()).text == text
 
 
 def test_lengths_spread():
-    texts = needle_documents(60, 0, filler(), tokenizer(), shortest=100, longest=1600)
-    sizes = np.array([len(tokenizer().encode(text, add_special_tokens=False).ids) for text in texts])
+    found = needle_documents(60, 0, filler(), tokenizer(), shortest=100, longest=1600)
+    sizes = np.array([len(d.ids) for d in found])
     assert sizes.min() < 160 and 1100 < sizes.max() <= 1600
     assert 15 < (sizes < 400).sum() < 45  # half below the geometric mean
 
