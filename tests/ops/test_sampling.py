@@ -39,11 +39,11 @@ def draw_rows(logits, params, steps=None):
 
 
 def filtered(logits, temperature=1.0, top_k=0, top_p=1.0):
-    """One row through the batched function, as float64."""
-    row = jax.jit(filter_logits)(
-        np.array([logits], np.float32), np.float32([temperature]), np.int32([top_k]), np.float32([top_p])
-    )
-    return np.asarray(row[0], np.float64)
+    """One row through the batched function, as float64; short ones padded with forbidden tokens to one shape."""
+    row = np.full((1, max(len(logits), 30)), -INF, np.float32)
+    row[0, : len(logits)] = logits
+    row = jax.jit(filter_logits)(row, np.float32([temperature]), np.int32([top_k]), np.float32([top_p]))
+    return np.asarray(row[0, : len(logits)], np.float64)
 
 
 def kept(*args, **kwargs):
@@ -213,8 +213,9 @@ def test_uniform_draws_over_a_large_vocabulary_do_not_tie():
 
 
 def mixed_batch():
+    """As wide as `draw_rows` pads: one program for these and its rows."""
     rng = np.random.default_rng(3)
-    logits = rng.normal(size=(6, 50)).astype(np.float32) * 2
+    logits = rng.normal(size=(6, 64)).astype(np.float32) * 2
     params = [
         SamplingParams(seed=1),
         SamplingParams(seed=1, temperature=0),
@@ -229,13 +230,12 @@ def mixed_batch():
 def test_draw_depends_on_the_row_alone():
     """Whatever shares the batch, and wherever in it the row is."""
     logits, params, steps = mixed_batch()
-    whole = draw(logits, sampling_arrays(params), steps).tolist()
+    whole = draw_rows(logits, params, steps)
     assert whole[1] == logits[1].argmax() and whole[5] == logits[5].argmax()
     for i in range(6):
         alone = draw(logits[i : i + 1], sampling_arrays(params[i : i + 1]), steps[i : i + 1])
         assert alone.tolist() == [whole[i]]
-    flipped = draw(logits[::-1], sampling_arrays(params[::-1]), steps[::-1])
-    assert flipped.tolist() == whole[::-1]
+    assert draw_rows(logits[::-1], params[::-1], steps[::-1]) == whole[::-1]
 
 
 def test_draw_changes_with_seed_and_step():
@@ -248,10 +248,10 @@ def test_draw_changes_with_seed_and_step():
 
 def test_one_compiled_function_serves_all_parameters():
     logits, params, steps = mixed_batch()
-    draw(logits, sampling_arrays(params), steps)
+    draw_rows(logits, params, steps)
     compiled = draw._cache_size()
-    draw(logits, sampling_arrays(params[::-1]), steps)
-    draw(logits, sampling_arrays([SamplingParams(temperature=0)] * 6), steps + 1)
+    draw_rows(logits, params[::-1], steps)
+    draw_rows(logits, [SamplingParams(temperature=0)] * 6, steps + 1)
     assert draw._cache_size() == compiled
 
 
