@@ -109,11 +109,11 @@ def test_merged_best_are_the_best_of_all(devices, ordered):
     parts = [_best_here(scores, devices, k, None if ordered else k) for k in (20, 600)]
     # The devices' parts lie one behind the other: device d found rows [d].
     step = on_devices(lambda *parts: merge_ranked(parts, AXES, ordered=ordered), devices)
-    for got, k in zip(step(*parts), (20, 600), strict=True):
+    for got, k in zip(jax.tree.map(np.asarray, step(*parts)), (20, 600), strict=True):
         for row, token in np.ndindex(rows, tokens):
             ids = np.flatnonzero(scores[row, token] > -np.inf)
             ids = ids[np.lexsort((ids, -scores[row, token, ids]))][:k]
-            got_ids, got_scores = np.asarray(got.ids[row, token]), np.asarray(got.scores[row, token])
+            got_ids, got_scores = got.ids[row, token], got.scores[row, token]
             np.testing.assert_array_equal(np.flatnonzero(got_ids >= 0), np.arange(len(ids)))
             np.testing.assert_array_equal(got_scores[: len(ids)], scores[row, token, got_ids[: len(ids)]])
             assert (got_scores[len(ids) :] == -np.inf).all()
@@ -156,9 +156,7 @@ def test_fetched_entries_are_the_bytes_of_their_owners(devices):
     compiled = on_devices(step, devices)
     (values, scales), where = compiled(pool, table, entries)
     page = np.take_along_axis(through_all, np.maximum(entries, 0).reshape(rows, -1) // PER_PAGE, axis=1)
-    expected = LAYOUT.gather(
-        jnp.asarray(pool), jnp.asarray(page).reshape(entries.shape), jnp.maximum(entries, 0) % PER_PAGE
-    )
+    expected = jax.jit(LAYOUT.gather)(pool, page.reshape(entries.shape), np.maximum(entries, 0) % PER_PAGE)
     used = entries >= 0
     np.testing.assert_array_equal(np.asarray(where) >= 0, used)
     np.testing.assert_array_equal(np.asarray(values)[used], np.asarray(expected[0])[used])
@@ -185,12 +183,13 @@ def test_fetched_pages_are_those_of_the_rows(devices):
 @pytest.mark.parametrize("head_dim", [32, 64, 512])
 def test_reading_by_whole_rows(head_dim):
     layout, rng = MainPageLayout(head_dim), np.random.default_rng(head_dim)
-    pool = jnp.asarray(rng.integers(0, 256, layout.shape(3)), jnp.uint8)
+    pool = rng.integers(0, 256, layout.shape(3), np.uint8)
     page, entry = np.divmod(np.arange(3 * PAGE_ENTRIES, dtype=np.int32), PAGE_ENTRIES)
-    read, expected = read_entries(pool, page, entry, layout), layout.gather(pool, page, entry)
+    gather = jax.jit(layout.gather)
+    read, expected = jax.jit(read_entries, static_argnums=3)(pool, page, entry, layout), gather(pool, page, entry)
     for got, wanted in zip(read, expected, strict=True):
         np.testing.assert_array_equal(got, wanted)
-    values, scales = (x.reshape(3, PAGE_ENTRIES, -1) for x in read)
-    packed = layout.pack(values, scales)
-    for got, wanted in zip(layout.gather(packed, page, entry), expected, strict=True):
+    values, scales = (np.asarray(x).reshape(3, PAGE_ENTRIES, -1) for x in read)
+    packed = jax.jit(layout.pack)(values, scales)
+    for got, wanted in zip(gather(packed, page, entry), expected, strict=True):
         np.testing.assert_array_equal(got, wanted)

@@ -97,20 +97,19 @@ def _scale_bytes(pool_byte: int, window_byte: int) -> Callable[[dict], dict]:
     """Every scale of the pool and of the rings set to one byte."""
 
     def change(args: dict) -> dict:
-        pages, layout = MainPageLayout(args["q"].shape[-1]), args["window_layout"]
-        return {
-            **args,
-            "pool": args["pool"].at[:, pages.value_rows :].set(pool_byte),
-            "window": args["window"].at[:, layout.value_rows :].set(window_byte),
-        }
+        pool, window = np.array(args["pool"]), np.array(args["window"])
+        pool[:, MainPageLayout(args["q"].shape[-1]).value_rows :] = pool_byte
+        window[:, args["window_layout"].value_rows :] = window_byte
+        return {**args, "pool": jnp.asarray(pool), "window": jnp.asarray(window)}
 
     return change
 
 
 def _outlier(args: dict) -> dict:
     """One ring with scales of 2^100: its logits swamp everything."""
-    rows = args["window_layout"].value_rows
-    return {**args, "window": args["window"].at[args["slot"][0], rows:].set(227)}
+    window = np.array(args["window"])
+    window[np.asarray(args["slot"])[0], args["window_layout"].value_rows :] = 227
+    return {**args, "window": jnp.asarray(window)}
 
 
 def _nothing(args: dict) -> dict:
@@ -148,21 +147,22 @@ CASES: dict[str, tuple[Shape, float, Callable[[dict], dict]]] = {
     "no_sequences": (dataclasses.replace(_TINY, batch=0), 0.0, _same),
     "one_of_everything": (Shape(batch=1, tokens=1, heads=1, window=1, selected=1), 0.0, _same),
     "nothing_visible": (_ODD, 0.2, _nothing),
+    "tiny_nothing_visible": (_TINY, 0.2, _nothing),
     "poisoned": (_ODD, 0.4, _poison),
     "released_poisoned": (_RELEASED, 0.4, _poison),
     "largest_scales": (_TINY, 0.1, _scale_bytes(0x7E, 142)),
     "smallest_scales": (_TINY, 0.1, _scale_bytes(0x01, 105)),
     "zero_scales": (_TINY, 0.1, _scale_bytes(0x00, 105)),
     "outlier": (_TINY, 0.1, _outlier),
-    "all_equal_logits": (_ODD, 0.2, lambda args: {**args, "q": jnp.zeros_like(args["q"])}),
-    "huge_sink": (_TINY, 0.1, lambda args: {**args, "sink": jnp.full_like(args["sink"], 60.0)}),
+    "all_equal_logits": (_ODD, 0.2, lambda args: {**args, "q": jnp.asarray(np.zeros_like(args["q"]))}),
+    "huge_sink": (_TINY, 0.1, lambda args: {**args, "sink": jnp.asarray(np.full_like(args["sink"], 60.0))}),
     "page_ends": (
         _TINY,
         0.0,
         lambda args: {
             **args,
-            "selected": jnp.broadcast_to(
-                jnp.asarray([0, 127, 128, 255, 256, 383, -1, 383], jnp.int32), args["selected"].shape
+            "selected": jnp.asarray(
+                np.broadcast_to(np.int32([0, 127, 128, 255, 256, 383, -1, 383]), args["selected"].shape)
             ),
         },
     ),

@@ -20,10 +20,7 @@ from tests.pallas_kernels.indexer_cases import CASES, RELEASED, Shape
 from tests.pallas_kernels.indexer_emulator import emulated_block_maxima, emulated_entry_scores
 
 _HAS_GPU = jax.default_backend() == "gpu" and compat.gpu_problem() is None
-IMPLEMENTATIONS = [
-    "xla",
-    pytest.param("gpu", marks=pytest.mark.skipif(not _HAS_GPU, reason="needs a CUDA device and jax 0.11")),
-]
+_NEEDS_GPU = pytest.mark.skipif(not _HAS_GPU, reason="needs a CUDA device and jax 0.11")
 SHAPES = {
     "tiny": Shape(),
     "released": RELEASED,
@@ -102,14 +99,20 @@ def _run(fn, case: dict, names: tuple[str, ...], **static) -> jax.Array:
 _COMMON = ("q_values", "q_scales", "weights", "pool", "pages", "visible")
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", CASES)
+# The plain implementation has no paths that depend on the other shapes; the kernels take no blocks of two entries.
+_SCORES = [
+    *(
+        pytest.param(n, s, "xla", marks=pytest.mark.slow if s in ("one_token", "many_tokens") else ())
+        for s in SHAPES
+        for n in CASES
+        if s in ("tiny", "released") or n == "random"
+    ),
+    *(pytest.param(n, s, "gpu", marks=_NEEDS_GPU) for s in SHAPES for n in CASES if s != "pairs"),
+]
+
+
+@pytest.mark.parametrize("name,shape,implementation", _SCORES)
 def test_scores(name, shape, implementation):
-    if implementation == "xla" and shape not in ("tiny", "released") and name != "random":
-        pytest.skip("the plain implementation has no paths that depend on these shapes")
-    if implementation == "gpu" and shape == "pairs":
-        pytest.skip("the kernels do not take blocks of two entries")
     shape = SHAPES[shape]
     case = CASES[name](np.random.default_rng(len(name)), shape)
     static = {"block_size": shape.block_size, "implementation": implementation}
