@@ -67,7 +67,7 @@ def test_masters_are_read_back_as_they_are_stored(exported):
         (stage["main_proj"], own["main_proj"], WeightFormat.FP8_BLOCK),
         (stage["ffn"]["experts"]["w2"], own["ffn"]["experts"]["w2"], WeightFormat.FP4_ROW),
     ):
-        expected = stored_array(form, master["weight"])
+        expected = jax.jit(stored_array, static_argnums=0)(form, master["weight"])
         assert np.asarray(found["weight"]).tobytes() == np.asarray(expected.values).tobytes()
         assert np.asarray(found["scale"]).tobytes() == np.asarray(expected.scales).tobytes()
     confidence = own["confidence_head"]["proj"]["weight"].astype(jnp.bfloat16)
@@ -100,8 +100,8 @@ def test_written_again_it_is_the_same(exported, tmp_path):
         loaded = dsv41.load(like)
         parts = {"params": loaded.params, "tables": loaded.engram.tables, "drafter": loaded.drafter}
         if rounds:
-            of_masters = masters_from(loaded.params, loaded.config, loaded.engram.tables)
-            parts = {"params": of_masters, "drafter": masters_from(loaded.drafter, loaded.config)}
+            of_masters = off_grid.masters(loaded.params, loaded.config, loaded.engram.tables)
+            parts = {"params": of_masters, "drafter": off_grid.masters(loaded.drafter, loaded.config)}
         write_checkpoint(tmp_path / name, loaded.config, tokenizer=text, **parts)
         return tmp_path / name
 
@@ -165,8 +165,8 @@ def test_shards_keep_layers_whole():
 def test_the_tiny_checkpoint_keeps_its_values(tmp_path):
     """Every part, from masters. Scales may be smaller than they were; the values are those of before."""
     tiny = dsv41.load(TINY)
-    of_masters = masters_from(tiny.params, tiny.config, tiny.engram.tables)
-    others = {part: masters_from(getattr(tiny, part), tiny.config) for part in ("drafter", "vision")}
+    of_masters = off_grid.masters(tiny.params, tiny.config, tiny.engram.tables)
+    others = {part: off_grid.masters(getattr(tiny, part), tiny.config) for part in ("drafter", "vision")}
     written = write_checkpoint(tmp_path / "out", tiny.config, of_masters, tokenizer=TOKENIZER, **others)
     assert list(written) == list(tensor_inventory(tiny.config))
     same_values(open_checkpoint(tmp_path / "out"), open_checkpoint(TINY))
