@@ -12,7 +12,7 @@ import pytest
 from dsv41.checkpoint.token_map import load_tokenizer
 from launch import generate
 from launch.cli import run
-from tests.checkpoint_files import three_layers
+from tests.checkpoint_files import script_model, three_layers
 from tests.golden import DATA
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -24,14 +24,10 @@ def start(*arguments):
     return run(generate.main, generate.FLAGS, ["launch/generate.py", *arguments])
 
 
-def model():
-    """Three layers. Prompts have up to 8 tokens: every test runs the same two programs."""
-    return f"--checkpoint={three_layers()}", LONG
-
-
 def report(capsys, *arguments):
-    """The JSON object that a run prints, which must be all that it prints."""
-    assert start(*model(), "--json", *arguments) == 0
+    """The JSON object that a run prints, which must be all that it prints. Prompts have up to 8 tokens: every test runs
+    the same two programs."""
+    assert start(*script_model(), "--json", *arguments) == 0
     out, err = capsys.readouterr()
     assert out.count("\n") == 1 and err == ""
     return json.loads(out)
@@ -85,14 +81,14 @@ def test_text(capsys):
     """The text alone on stdout, the figures on stderr."""
     arguments = ("--prompt=ate the", "--max_new_tokens=5")
     text = report(capsys, *arguments)["text"]
-    assert start(*model(), *arguments) == 0
+    assert start(*script_model(), *arguments) == 0
     out, err = capsys.readouterr()
     assert out == text + "\n"
-    assert err.count("\n") == 1 and "tokens/s" in err and "108 bytes a token" in err
+    assert err.count("\n") == 1 and "tokens/s" in err and "72 bytes a token" in err
 
 
 def test_progress_if_verbose(capfd):
-    assert start(*model(), "--prompt_ids=0", "--max_new_tokens=1", "--json", "--verbose") == 0
+    assert start(*script_model(), "--prompt_ids=0", "--max_new_tokens=1", "--json", "--verbose") == 0
     out, err = capfd.readouterr()
     assert json.loads(out)["prompt_tokens"] == 1
     assert "loading" in err and "prefill" in err and "1/1" in err
@@ -171,11 +167,11 @@ def test_speculation(capsys):
 @pytest.mark.slow
 def test_prefill_with_the_tail_only(capsys):
     """The same up to the window of 16 tokens; behind a longer prompt it need not be."""
-    arguments = ("--max_new_tokens=5", "--stop_ids=", "--prefill=ced")
-    full = report(capsys, "--prompt_ids=0,17,42", "--max_new_tokens=5", "--stop_ids=")
-    assert report(capsys, "--prompt_ids=0,17,42", *arguments)["token_ids"] == full["token_ids"]
+    arguments = (f"--checkpoint={three_layers()}", "--max_new_tokens=5", "--stop_ids=")
+    full = report(capsys, "--prompt_ids=0,17,42", *arguments)
+    assert report(capsys, "--prompt_ids=0,17,42", *arguments, "--prefill=ced")["token_ids"] == full["token_ids"]
     long = ",".join(map(str, range(3, 23)))
-    found = report(capsys, f"--prompt_ids={long}", *arguments)
+    found = report(capsys, f"--prompt_ids={long}", *arguments, "--prefill=ced")
     assert found["prompt_tokens"] == 20 and len(found["token_ids"]) == 5
 
 
