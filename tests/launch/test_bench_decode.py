@@ -8,11 +8,10 @@ import pytest
 
 from launch import bench_decode
 from launch.cli import run
-from tests.golden import DATA
+from tests.checkpoint_files import three_layers
 
 ROOT = pathlib.Path(__file__).parents[2]
 LONG = "--set=text_config.max_position_embeddings=4096"
-TINY = (f"--checkpoint={DATA / 'tiny_text'}", LONG)
 # Every test runs the same programs.
 QUICK = ("--rate=0", "--max_requests=2", "--max_tokens=256", "--prefill_chunk=64", "--new_tokens=4")
 STREAM = (*QUICK, "--requests=5", "--prompt_tokens=20:30", "--shared_prefix=40")
@@ -20,6 +19,11 @@ STREAM = (*QUICK, "--requests=5", "--prompt_tokens=20:30", "--shared_prefix=40")
 
 def start(*arguments):
     return run(bench_decode.main, bench_decode.FLAGS, ["launch/bench_decode.py", *arguments])
+
+
+def model():
+    """Three layers: windows are replayed behind those with compressed KV."""
+    return f"--checkpoint={three_layers()}", LONG
 
 
 def report(capsys, *arguments):
@@ -41,7 +45,7 @@ def check(found, requests=5):
 @pytest.mark.slow
 def test_json_text_prompts_and_plot(capsys, tmp_path):
     plot = tmp_path / "times.png"
-    found = report(capsys, *TINY, *STREAM, f"--text={ROOT / 'README.md'}", f"--plot={plot}")
+    found = report(capsys, *model(), *STREAM, f"--text={ROOT / 'README.md'}", f"--plot={plot}")
     check(found)
     # Two prompts are admitted before any has left its pages; the others go on from the shared prefix.
     assert 0.2 < found["hit_rate"] < 0.7 and found["cached_tokens"]["hbm"] >= 3 * 40
@@ -58,7 +62,7 @@ def test_random_weights(capsys):
 
 @pytest.mark.slow
 def test_text(capsys):
-    assert start(*TINY, *STREAM) == 0
+    assert start(*model(), *STREAM) == 0
     out, err = capsys.readouterr()
     for words in (
         "5 requests, all at once",
