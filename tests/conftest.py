@@ -79,6 +79,20 @@ def _kernels(request):
     kernels.set_global(request.config.getoption("--kernels"))
 
 
+@pytest.fixture
+def compilations():
+    """The programs compiled, or fetched from the compile cache, while a test runs."""
+    seen = []
+
+    def listen(event: str, _duration: float, **_) -> None:
+        if event.endswith("backend_compile_duration"):
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _free_compiled_programs():
     """Drops a module's programs at its end: one of a whole model takes hundreds of MB. The disk cache keeps them."""

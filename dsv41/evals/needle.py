@@ -99,7 +99,7 @@ def needle_accuracy(
         for length in lengths
         for i in range(documents)
     ]
-    rows = [np.array([model.config.bos_token_id, *encode_text(tokenizer, d.text)]) for d in made]
+    rows = [np.array([model.config.bos_token_id, *d.ids]) for d in made]
     best, logprobs = _at_answers(
         model, rows, [answer_spans(tokenizer, d) for d in made], batch=batch, chunk=chunk, progress=progress
     )

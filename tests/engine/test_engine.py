@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import numpy as np
 import pytest
 
@@ -49,20 +48,6 @@ HIT = 612
 # With drafts everything is compiled once more.
 DRAFTS = pytest.param(Speculation(), marks=pytest.mark.slow, id="drafts")
 BOTH = pytest.mark.parametrize("speculation", [pytest.param(None, id="plain"), DRAFTS])
-
-
-@pytest.fixture
-def compilations():
-    """The programs compiled, or fetched from the compile cache, while a test runs."""
-    seen = []
-
-    def listen(event: str, _duration: float, **_) -> None:
-        if event.endswith("backend_compile_duration"):
-            seen.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 @pytest.mark.slow

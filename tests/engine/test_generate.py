@@ -149,20 +149,6 @@ def test_logits_that_are_not_numbers_end_the_run():
         generate(dataclasses.replace(model, params=broken), PROMPTS, max_new_tokens=2, prefill_chunk=CHUNK)
 
 
-@pytest.fixture
-def compilations():
-    """The programs compiled, or fetched from the compile cache, while a test runs."""
-    seen = []
-
-    def listen(event: str, _duration: float, **_) -> None:
-        if event.endswith("backend_compile_duration"):
-            seen.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 def test_growing_sequences_compile_nothing(compilations):
     """Runs of other lengths, past several powers of two, meet only programs that exist."""
     run()

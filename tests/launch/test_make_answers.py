@@ -50,20 +50,6 @@ def whole(source, tmp_path_factory):
 
 
 @pytest.fixture
-def compilations():
-    """The programs compiled, or fetched from the compile cache, while a test runs."""
-    seen = []
-
-    def listen(event: str, _duration: float, **_) -> None:
-        if event.endswith("backend_compile_duration"):
-            seen.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
-@pytest.fixture
 def unloaded(monkeypatch):
     monkeypatch.setattr("dsv41.load", lambda *_, **__: pytest.fail("loaded"))
 
