@@ -59,7 +59,7 @@ class _Rows:
 
     def put(self, piece: Piece, room: tuple[int, int]) -> None:
         free, row = room
-        self._room.remove(room)
+        del self._room[bisect.bisect_left(self._room, room)]  # `remove` looks at each: slow with 100,000 documents
         self.pieces[row].append(piece)
         free -= -(-piece.tokens // self._alignment) * self._alignment
         if free >= MIN_SPACE:
