@@ -82,4 +82,4 @@ def test_the_nano_model_recalls_and_its_drafts_save_passes():
     prompts = code_prompts(files, model.tokenizer, model.config, count=16, tokens=256)
     saved = measure_acceptance(model, prompts, temperature=0, max_new_tokens=64, batch=16, compare=True)
     assert saved.identical == 16
-    assert saved.describe()["fewer_passes"] > 1.5  # the card has 2.11
+    assert saved.describe()["fewer_passes"] > 2  # the card has 2.70
