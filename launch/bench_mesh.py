@@ -10,12 +10,13 @@ Parts:
   links      bytes a second of all_to_all, all_gather and reduce-scatter by size, the peak of what links between these
              devices give; wall time of a queue of them.
   steps      a decode step for each of --rows, or with --tokens a chunk of a prompt: time of exchange, experts and the
-             rest, from the profiler (NVIDIA GPUs). --per_device takes --rows for each device.
+             rest, from the profiler (NVIDIA GPUs), and wall time. --per_device takes --rows for each device.
   selection  sequences of --context tokens whose pages lie on all devices: time of a step's selection, and whether every
              selected set is the same as on one device (at --check_context).
 
 Meshes are separated by semicolons or given several times; data=1 is one device. With --config weights are random, made
-on the devices. Times of collectives hold what devices wait for one another.
+on the devices. Times of collectives hold what devices wait for one another. Steps of all --rows are compiled side by
+side, and run one after another.
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ from rich.table import Table
 from dsv41.checkpoint.random_model import random_model
 from dsv41.config import DSV41Error
 from dsv41.engine.mesh_checks import agreement, agreement_row_by_row, on_mesh
-from dsv41.engine.step_profile import LayerKernels, profile_step
+from dsv41.engine.step_profile import LayerKernels, StepProfile, StepShape, profile_steps
 from dsv41.models import Model
 from dsv41.sharding import PRESETS, ShardingRules, devices_along, first_devices, make_mesh, parse_mesh, preset_rules
 from launch.cli import new_flags, run
@@ -152,15 +153,17 @@ def steps(meshes: list[str]) -> list[Row]:
     rows = []
     for mesh in meshes:
         model = _random_on(mesh)
-        for count in _counts():
-            total = count * (math.prod(parse_mesh(mesh).values()) if _PER_DEVICE.value else 1)
-            rows.append({"mesh": mesh, "rows": total, "tokens": _TOKENS.value, **_shares(_profiled(model, total))})
+        devices = math.prod(parse_mesh(mesh).values()) if _PER_DEVICE.value else 1
+        counts = [count * devices for count in _counts()]
+        for count, (layers, wall_us) in zip(counts, _profiled(model, counts), strict=True):
+            rows.append({"mesh": mesh, "rows": count, "tokens": _TOKENS.value, "wall_us": wall_us, **_shares(layers)})
         del model
     return rows
 
 
-def _profiled(model: Model, rows: int) -> list[LayerKernels]:
-    return profile_step(model, rows=rows, context=_CONTEXT.value, tokens=_TOKENS.value, steps=_STEPS.value)
+def _profiled(model: Model, counts: list[int]) -> list[StepProfile]:
+    shapes = [StepShape(count, _CONTEXT.value, _TOKENS.value) for count in counts]
+    return profile_steps(model, shapes, steps=_STEPS.value)
 
 
 _SHARES = ("exchange", "experts", "shared_expert", "route", "select", "attend", "other_collectives", "rest")
@@ -185,13 +188,12 @@ def selection(meshes: list[str]) -> list[Row]:
     alone = _random_on("data=1")
     for mesh in meshes:
         model = alone if mesh == "data=1" else _random_on(mesh)
-        for count in _counts():
-            found = _profiled(model, count)
+        for count, (found, wall_us) in zip(_counts(), _profiled(model, _counts()), strict=True):
             parts = [(name, us) for layer in found for name, (_, us) in layer.parts.items()]
             us = sum(t for name, t in parts if name == "attention/select")
             moved = sum(t for name, t in parts if name.startswith("attention/") and name.endswith("/collective"))
             row = {"mesh": mesh, "rows": count, "context": _CONTEXT.value, "select_us": us, "collectives_us": moved}
-            row["step_us"] = sum(layer.us for layer in found)
+            row |= {"step_us": sum(layer.us for layer in found), "wall_us": wall_us}
             if model is not alone:
                 check = {"rows": model.row_shards, "context": _CHECK.value, "tokens": 1}
                 row |= dataclasses.asdict(agreement_row_by_row(alone, model, **check))

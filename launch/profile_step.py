@@ -19,7 +19,7 @@ from rich.table import Table
 
 from dsv41.checkpoint.random_model import random_model
 from dsv41.config import layer_schedule
-from dsv41.engine.step_profile import LayerKernels, profile_step
+from dsv41.engine.step_profile import LayerKernels, StepShape, profile_steps
 from launch.cli import new_flags, run
 from launch.load_model import ModelFlags
 
@@ -64,7 +64,8 @@ def main() -> None:
     else:
         _MODEL.start_device()
         model = random_model(config, drafter=False)
-    layers = profile_step(model, rows=_ROWS.value, context=_CONTEXT.value, tokens=_TOKENS.value, steps=_STEPS.value)
+    shape = StepShape(_ROWS.value, _CONTEXT.value, _TOKENS.value)
+    ((layers, _),) = profile_steps(model, [shape], steps=_STEPS.value)
     if _JSON.value:
         found = [
             {"role": _role(config, e.layer), "layer": e.layer, "kernels": e.launches, "us": e.us, "parts": e.parts}

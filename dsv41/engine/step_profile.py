@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
 import re
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,31 +46,77 @@ class LayerKernels:
     parts: dict[str, tuple[float, float]]
 
 
-def profile_step(model: Model, *, rows: int, context: int, tokens: int = 1, steps: int = 5) -> list[LayerKernels]:
-    """Runs a step of `rows` sequences, `tokens` new tokens each behind `context` cached ones, and counts its kernels.
+class StepShape(NamedTuple):
+    """A step of `rows` sequences, `tokens` new tokens each behind `context` cached ones."""
+
+    rows: int
+    context: int
+    tokens: int = 1
+
+
+class StepProfile(NamedTuple):
+    """`layers`: its kernels. `wall_us`: time from one step to the next on the host's clock, with nothing profiled."""
+
+    layers: list[LayerKernels]
+    wall_us: float
+
+
+def profile_steps(model: Model, shapes: Sequence[StepShape], *, steps: int = 5) -> list[StepProfile]:
+    """Runs a step of each shape, and counts its kernels.
 
     The pages hold random bytes: what the step says means nothing. Of a model on a mesh all devices are counted, and
     launches and times are those of a device on average.
 
     Raises:
-      DSV41Error: the backend's trace lists no kernels (all but NVIDIA GPUs), or the cache cannot hold the context.
+      DSV41Error: the backend's trace lists no kernels (all but NVIDIA GPUs), or the cache cannot hold a context.
     """
-    cache = model.init_cache(rows, context + tokens)
+    for shape in shapes:
+        jax.eval_shape(lambda s=shape: model.init_cache(s.rows, s.context + s.tokens))
     if backend() != "gpu":
         raise DSV41Error(f"the trace of {jax.devices()[0].device_kind} lists no kernels; profile on an NVIDIA GPU")
-    cache, batch = random_pages(cache), step_at(model, rows, context, tokens)
-    static = {"config": model.config, "logits": "last", "capture": (), "tail": None}
-    compiled = compiled_forward(model.mesh, model.rules).lower(model.params, batch, cache, None, **static).compile()
-    scopes = dict(_INSTRUCTION.findall(compiled.as_text()))
-    carried = [cache]
+    return [_profile(model, shape, steps, run) for shape, run in zip(shapes, compile_steps(model, shapes), strict=True)]
+
+
+def compile_steps(model: Model, shapes: Sequence[StepShape]) -> list[jax.stages.Compiled]:
+    """The forward program of each shape: lowered in turn, compiled side by side, which on GPUs takes most of the time.
+
+    Each is called with (params, batch, cache, None) and returns what `Model.forward` returns; it consumes the cache.
+    """
+    lowered = []
+    for shape in shapes:
+        cache, batch = _arguments(model, shape)
+        cache, batch = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), (cache, batch)
+        )
+        program = compiled_forward(model.mesh, model.rules)
+        static = {"config": model.config, "logits": "last", "capture": (), "tail": None}
+        lowered.append(program.lower(model.params, batch, cache, None, **static))
+    with concurrent.futures.ThreadPoolExecutor(max_workers=max(len(lowered), 1)) as pool:
+        return list(pool.map(lambda program: program.compile(), lowered))
+
+
+def _arguments(model: Model, shape: StepShape) -> tuple[KVCache, ForwardBatch]:
+    return model.init_cache(shape.rows, shape.context + shape.tokens), step_at(model, *shape)
+
+
+def _profile(model: Model, shape: StepShape, steps: int, run: jax.stages.Compiled) -> StepProfile:
+    cache, batch = _arguments(model, shape)
+    carried = [random_pages(cache)]
+    del cache
+    scopes = dict(_INSTRUCTION.findall(run.as_text()))
 
     def step():
-        logits, carried[0], _ = compiled(model.params, batch, carried[0], None)
-        jax.block_until_ready(logits)
+        logits, carried[0], _ = run(model.params, batch, carried[0], None)
+        return logits
 
-    step()
-    events = trace_kernels(step, steps)
-    return _by_layer(events, scopes, steps * (1 if model.mesh is None else model.mesh.size))
+    jax.block_until_ready(step())
+    started = time.perf_counter()
+    for _ in range(steps):
+        logits = step()
+    jax.block_until_ready(logits)
+    wall_us = (time.perf_counter() - started) / steps * 1e6
+    events = trace_kernels(lambda: jax.block_until_ready(step()), steps)
+    return StepProfile(_by_layer(events, scopes, steps * (1 if model.mesh is None else model.mesh.size)), wall_us)
 
 
 def step_at(model: Model, rows: int, context: int, tokens: int, *, first_row: int = 0) -> ForwardBatch:

@@ -37,9 +37,11 @@ def profiled():
     rounds, points, curves = [], [], []
     plan = SMALL
     with pytest.MonkeyPatch.context() as patch:
-        compiled = profile_rounds.compiled_round()
+        compiled_round = profile_rounds.compiled_round
 
-        def watched():
+        def watched(mesh, rules):
+            compiled = compiled_round(mesh, rules)
+
             def run(params, drafter, state, *rest, **static):
                 before = jax.device_get(state)
                 result = compiled(params, drafter, state, *rest, **static)

@@ -141,7 +141,9 @@ def test_refusals():
 
 
 def test_a_model_without_a_drafter():
-    changes = {"text_config.num_nextn_predict_layers": "0", "text_config.compress_ratios": "[0,0,2,2,1,1,1]"}
+    text = small_model().config.text_config
+    ratios = list(text.compress_ratios[: text.num_hidden_layers])
+    changes = {"text_config.num_nextn_predict_layers": "0", "text_config.compress_ratios": str(ratios)}
     config = with_overrides(small_model().config, changes)
     model = dataclasses.replace(small_model(), config=config, drafter=None)
     refused("the model has no drafter", model=model)

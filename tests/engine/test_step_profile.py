@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import dsv41
 from dsv41.config import DSV41Error
-from dsv41.engine.step_profile import _by_layer, profile_step, random_pages
+from dsv41.engine.step_profile import StepShape, _by_layer, compile_steps, profile_steps, random_pages, step_at
 from dsv41.sharding import ShardingRules, make_mesh
 from launch import profile_step as command
 from launch.cli import run
 from pallas_kernels.measure import KernelEvent
+from tests.checkpoint_files import one_layer
 from tests.models_for_tests import small_model
 
 SCOPES = {
@@ -68,10 +70,20 @@ def test_pages_hold_the_same_wherever_they_lie():
             assert len(np.unique(here[:, :, 0], axis=0)) > 1
 
 
+def test_steps_compiled_side_by_side_are_the_forward_pass():
+    model = dsv41.load(one_layer())
+    shapes = [StepShape(2, 40), StepShape(1, 30, tokens=3)]
+    for shape, run_step in zip(shapes, compile_steps(model, shapes), strict=True):
+        batch = step_at(model, *shape)
+        expected, *_ = model.forward(batch, random_pages(model.init_cache(shape.rows, 48)), logits="last")
+        found, *_ = run_step(model.params, batch, random_pages(model.init_cache(shape.rows, 48)), None)
+        np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a CPU's trace lists no kernels")
 def test_a_cpu_is_refused():
     with pytest.raises(DSV41Error, match="lists no kernels; profile on an NVIDIA GPU"):
-        profile_step(small_model(), rows=2, context=40)
+        profile_steps(small_model(), [StepShape(2, 40)])
 
 
 @pytest.mark.parametrize(
