@@ -22,6 +22,15 @@ def start(tmp_path, mode):
     return Job(tmp_path, lambda port, index: [str(SCRIPT), mode, str(port), "2", str(index)])
 
 
+@pytest.mark.parametrize(
+    ("message", "starts"), [("Gloo context initialization failed: DEADLINE_EXCEEDED", 2), ("no", 1)]
+)
+def test_a_job_that_was_too_slow_to_meet_is_started_once_more(tmp_path, message, starts):
+    script = f"open({str(tmp_path / 'starts')!r}, 'a').write('x'); raise SystemExit({message!r})"
+    assert Job(tmp_path, lambda port, index: ["-c", script], count=1).end(60) == [1]
+    assert (tmp_path / "starts").read_text() == "x" * starts
+
+
 def last_line(text):
     return text.rstrip("\n").rsplit("\n", 1)[-1]
 
