@@ -8,8 +8,9 @@ sent again with every turn, and the engine goes on from the KV pages that earlie
 memory, or with --store=DIR on disk, where a later run with the same turns finds them.
 
 The conversation is a plain row of token ids: BOS once, then turn, answer, turn, answer, each encoded by itself with
-nothing between them; a stop token stays in the row. This continues text. It is not the official chat encoding with its
-marks of who is speaking, so a line that should be an answer needs a prompt that asks for one.
+nothing between them; a stop token stays in the row, an image token that the model drew does not. This continues text.
+It is not the official chat encoding with its marks of who is speaking, so a line that should be an answer needs a
+prompt that asks for one.
 
 The answer goes to stdout. Figures of each turn go to stderr: prompt tokens whose KV was there and from where, those of
 them that went through the encoder again to rebuild the window (or that a window snapshot was there), those computed
@@ -68,7 +69,8 @@ class _Session:
         sampling: SamplingParams,
         stop_ids: Sequence[int],
     ):
-        self._engine, self._tokenizer, self._bos = engine, tokenizer, config.bos_token_id
+        self._engine, self._tokenizer = engine, tokenizer
+        self._bos, self._image = config.bos_token_id, config.image_token_id
         self._room, self._sampling, self._stop = options.max_tokens, sampling, stop_ids
         self._ids: list[int] = []
         self._turns = 0
@@ -98,7 +100,7 @@ class _Session:
         self._turns += 1
         if result.error is not None:
             raise DSV41Error(f"turn {self._turns}: {result.error}")
-        self._ids = prompt + list(result.token_ids)
+        self._ids = prompt + _said(result.token_ids, self._image)
         return self._figures(result)
 
     def _figures(self, result: EngineResult) -> dict[str, Any]:
@@ -112,6 +114,11 @@ class _Session:
             "finish_reason": result.finish_reason,
             **request_figures(result.metrics, len(result.token_ids), speculation=FLAGS.speculate == "on"),
         }
+
+
+def _said(answer: Sequence[int], image_token_id: int) -> list[int]:
+    """What of an answer stays in the row: an image token that the model drew stands for no image, and is refused."""
+    return [token for token in answer if token != image_token_id]
 
 
 def _encode(tokenizer: Any, text: str, bos_token_id: int, *, first: bool) -> list[int]:

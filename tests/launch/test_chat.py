@@ -108,6 +108,11 @@ def test_speculation(capsys):
     assert drafted[0]["token_ids"] == plain[0]["token_ids"] and 1 <= drafted[0]["acceptance_length"] <= 6
 
 
+def test_an_image_token_that_was_drawn_is_forgotten():
+    """There is no image behind it: the next turn would be refused."""
+    assert chat._said((17, 505, 4, 505), 505) == [17, 4]
+
+
 @pytest.mark.slow
 def test_a_conversation_that_grows_too_long(capsys, monkeypatch):
     """The last answer is cut to what fits, the turn after it is refused; the figures so far were printed."""
