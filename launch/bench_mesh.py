@@ -185,10 +185,10 @@ def _shares(layers: list[LayerKernels]) -> dict[str, float]:
 def selection(meshes: list[str]) -> list[Row]:
     """One row a mesh and number of sequences."""
     rows = []
-    alone = _random_on("data=1")
+    alone, counts = _random_on("data=1"), _counts()
     for mesh in meshes:
         model = alone if mesh == "data=1" else _random_on(mesh)
-        for count, (found, wall_us) in zip(_counts(), _profiled(model, _counts()), strict=True):
+        for count, (found, wall_us) in zip(counts, _profiled(model, counts), strict=True):
             parts = [(name, us) for layer in found for name, (_, us) in layer.parts.items()]
             us = sum(t for name, t in parts if name == "attention/select")
             moved = sum(t for name, t in parts if name.startswith("attention/") and name.endswith("/collective"))

@@ -82,17 +82,15 @@ def compile_steps(model: Model, shapes: Sequence[StepShape]) -> list[jax.stages.
 
     Each is called with (params, batch, cache, None) and returns what `Model.forward` returns; it consumes the cache.
     """
+    program = compiled_forward(model.mesh, model.rules)
+    static = {"config": model.config, "logits": "last", "capture": (), "tail": None}
     lowered = []
     for shape in shapes:
         cache, batch = _arguments(model, shape)
-        cache, batch = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), (cache, batch)
-        )
-        program = compiled_forward(model.mesh, model.rules)
-        static = {"config": model.config, "logits": "last", "capture": (), "tail": None}
         lowered.append(program.lower(model.params, batch, cache, None, **static))
-    with concurrent.futures.ThreadPoolExecutor(max_workers=max(len(lowered), 1)) as pool:
-        return list(pool.map(lambda program: program.compile(), lowered))
+        del cache  # before that of the next shape is made
+    with concurrent.futures.ThreadPoolExecutor(len(lowered)) as pool:
+        return list(pool.map(jax.stages.Lowered.compile, lowered))
 
 
 def _arguments(model: Model, shape: StepShape) -> tuple[KVCache, ForwardBatch]:
@@ -102,7 +100,7 @@ def _arguments(model: Model, shape: StepShape) -> tuple[KVCache, ForwardBatch]:
 def _profile(model: Model, shape: StepShape, steps: int, run: jax.stages.Compiled) -> StepProfile:
     cache, batch = _arguments(model, shape)
     carried = [random_pages(cache)]
-    del cache
+    del cache  # a second one beside it may not fit
     scopes = dict(_INSTRUCTION.findall(run.as_text()))
 
     def step():

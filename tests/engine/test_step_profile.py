@@ -10,6 +10,7 @@ import pytest
 
 import dsv41
 from dsv41.config import DSV41Error
+from dsv41.engine.mesh_checks import on_mesh
 from dsv41.engine.step_profile import StepShape, _by_layer, compile_steps, profile_steps, random_pages, step_at
 from dsv41.sharding import ShardingRules, make_mesh
 from launch import profile_step as command
@@ -25,6 +26,9 @@ SCOPES = {
     "fusion.9": "jit(forward)/layer_10/engram/take",
     "fusion.4": "jit(forward)/head/dot",
 }
+
+
+needs_two = pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 
 
 def _event(op: str, us: float, scope: str = "") -> KernelEvent:
@@ -70,9 +74,11 @@ def test_pages_hold_the_same_wherever_they_lie():
             assert len(np.unique(here[:, :, 0], axis=0)) > 1
 
 
-def test_steps_compiled_side_by_side_are_the_forward_pass():
+@pytest.mark.parametrize("mesh", [None, pytest.param("data=2", marks=[needs_two, pytest.mark.slow])])
+def test_steps_compiled_side_by_side_are_the_forward_pass(mesh):
     model = dsv41.load(one_layer())
-    shapes = [StepShape(2, 40), StepShape(1, 30, tokens=3)]
+    model = on_mesh(model, mesh, "decode") if mesh else model
+    shapes = [StepShape(2, 40), StepShape(4 if mesh else 1, 30, tokens=3)]
     for shape, run_step in zip(shapes, compile_steps(model, shapes), strict=True):
         batch = step_at(model, *shape)
         expected, *_ = model.forward(batch, random_pages(model.init_cache(shape.rows, 48)), logits="last")
