@@ -176,6 +176,10 @@ def _start_jax(identity: Identity, limits: Limits) -> None:
     """JAX's own start; what differs between its releases about it belongs here."""
     # The service would swallow SIGTERM, by which schedulers end processes, to announce a preemption to nobody.
     jax.config.update("jax_enable_preemption_service", False)
+    if (jax.config.jax_platforms or "").split(",")[0] == "cpu":
+        # Of CPU processes only the first finds its programs in the compile cache. jaxlib lets a collective wait half a
+        # minute for the others, which compile, and ends the job.
+        jax.config.update("jax_enable_compilation_cache", False)
     try:
         jax.distributed.initialize(
             coordinator_address=identity.coordinator,

@@ -22,18 +22,10 @@ def free_port() -> int:
                 return port
 
 
-# jaxlib's collectives between CPU processes: the others wait half a minute for one that still compiles, no longer.
-_CAME_TOO_LATE = "Gloo context initialization failed: DEADLINE_EXCEEDED"
-
-
 class Job:
     """Two processes of one command; `command(port, index)` is what runs as process `index`."""
 
     def __init__(self, directory: pathlib.Path, command, *, count: int = 2):
-        self._start = lambda: self._begin(directory, command, count)
-        self._start()
-
-    def _begin(self, directory: pathlib.Path, command, count: int) -> None:
         self.port = free_port()
         # A script that a test starts sees the devices that it asks for, and computes as one started by hand.
         environ = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -61,19 +53,8 @@ class Job:
             time.sleep(0.02)
 
     def end(self, timeout: float) -> list[int]:
-        """Exit statuses of all; fails, and ends them, if one still runs after that many seconds.
-
-        A job that failed because one process compiled much longer than another on a busy machine is started once more:
-        what was compiled is in the compile cache then.
-        """
+        """Exit statuses of all; fails, and ends them, if one still runs after that many seconds."""
         until = time.monotonic() + timeout
-        statuses = self._statuses(until)
-        if any(statuses) and any(_CAME_TOO_LATE in self.err(i) for i in range(len(statuses))):
-            self._start()
-            statuses = self._statuses(until)
-        return statuses
-
-    def _statuses(self, until: float) -> list[int]:
         try:
             return [p.wait(max(0.0, until - time.monotonic())) for p in self.processes]
         except subprocess.TimeoutExpired as e:
