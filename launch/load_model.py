@@ -52,7 +52,8 @@ class ModelFlags:
         flags.DEFINE_string(
             "compile_cache_dir",
             None,
-            "Directory that keeps compiled programs, so that later runs start faster. Several CPU processes do without.",
+            "Directory that keeps compiled programs, so that later runs start faster. "
+            "Several CPU processes do without.",
             flag_values=values,
         )
         flags.DEFINE_enum(
