@@ -10,7 +10,9 @@ Parts:
   links      bytes a second of all_to_all, all_gather and reduce-scatter by size, the peak of what links between these
              devices give; wall time of a queue of them.
   steps      a decode step for each of --rows, or with --tokens a chunk of a prompt: time of exchange, experts and the
-             rest, from the profiler (NVIDIA GPUs), and wall time. --per_device takes --rows for each device.
+             rest, from the profiler (NVIDIA GPUs), and wall time. --per_device takes --rows for each device. Launches
+             inside CUDA graphs are not put down to parts: set XLA_FLAGS=--xla_gpu_enable_command_buffer= for them, and
+             leave it out for the wall time that users have.
   selection  sequences of --context tokens whose pages lie on all devices: time of a step's selection, and whether every
              selected set is the same as on one device (at --check_context).
 
@@ -166,17 +168,22 @@ def _profiled(model: Model, counts: list[int]) -> list[StepProfile]:
     return profile_steps(model, shapes, steps=_STEPS.value)
 
 
-_SHARES = ("exchange", "experts", "shared_expert", "route", "select", "attend", "other_collectives", "rest")
+_SHARES = (
+    "exchange", "expert_products", "expert_rows", "shared_expert", "route", "select", "attend", "other_collectives",
+    "rest",
+)  # fmt: skip
 
 
 def _shares(layers: list[LayerKernels]) -> dict[str, float]:
-    """Microseconds of a step by what they are spent on."""
+    """Microseconds of a step by what they are spent on; "expert_rows": arranging rows for products and exchange."""
     us = dict.fromkeys(_SHARES, 0.0)
     for layer in layers:
         for part, (_, time_us) in layer.parts.items():
             names = part.split("/")
             if names[-1] == "collective":
                 us["exchange" if names[0] == "moe" else "other_collectives"] += time_us
+            elif names[:2] == ["moe", "experts"]:
+                us["expert_products" if names[-1] == "products" else "expert_rows"] += time_us
             else:
                 us[names[1] if len(names) > 1 and names[1] in us else "rest"] += time_us
     return {"us": sum(us.values())} | {name: us[name] for name in _SHARES}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import re
 import time
@@ -24,7 +25,12 @@ from pallas_kernels.measure import KernelEvent, trace_kernels
 
 _LAYER = re.compile(r"/layer_(\d+)/(?:(attention|moe|engram)/)?([a-z_]*)")
 _CALL = re.compile(r"/jit\([^()]*\)")  # functions that layers share stand between the names of scopes
-_COLLECTIVE = re.compile(r"nccl|all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute", re.IGNORECASE)
+# XLA's own kernels between devices are named as in C++, NCCL's not after the instruction, and copies after nothing.
+_COLLECTIVE_KERNEL = re.compile(
+    r"nccl|all[-_]?to[-_]?all|all[-_]?gather|all[-_]?reduce|reduce[-_]?scatter|collective[-_]?permute|MultiGpuBarrier",
+    re.IGNORECASE,
+)
+_COLLECTIVE = re.compile(r"(ragged-all-to-all|all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute)\b")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*metadata=\{[^}]*op_name=\"([^\"]*)\"", re.MULTILINE)
 
 
@@ -37,7 +43,8 @@ class LayerKernels:
       launches: kernels a step and device.
       us: their device time in microseconds.
       parts: launches and microseconds by part of the layer, such as "attention/attend"; those of kernels that talk to
-        other devices end in "/collective", and what they wait for others is in their time.
+        other devices end in "/collective", and what they wait for others is in their time; the experts' products are
+        "moe/experts/products", what arranges their rows is "moe/experts".
     """
 
     layer: int | None
@@ -89,8 +96,21 @@ def compile_steps(model: Model, shapes: Sequence[StepShape]) -> list[jax.stages.
         cache, batch = _arguments(model, shape)
         lowered.append(program.lower(model.params, batch, cache, None, **static))
         del cache  # before that of the next shape is made
-    with concurrent.futures.ThreadPoolExecutor(len(lowered)) as pool:
+    with _scopes_of_its_own(), concurrent.futures.ThreadPoolExecutor(len(lowered)) as pool:
         return list(pool.map(jax.stages.Lowered.compile, lowered))
+
+
+@contextlib.contextmanager
+def _scopes_of_its_own():
+    """Compiled programs are not taken from the persistent cache when only their scopes are others: those of another
+    version of the code would come with them."""
+    flag = "jax_compilation_cache_include_metadata_in_key"
+    before = getattr(jax.config, flag)
+    jax.config.update(flag, True)
+    try:
+        yield
+    finally:
+        jax.config.update(flag, before)
 
 
 def _arguments(model: Model, shape: StepShape) -> tuple[KVCache, ForwardBatch]:
@@ -160,8 +180,10 @@ def _by_layer(events: list[KernelEvent], scopes: dict[str, str], steps: int) -> 
         scope = scopes.get(event.hlo_op, "") or event.scope
         match = _LAYER.search(_CALL.sub("", scope))
         part = "/".join(p for p in match.groups()[1:] if p) if match else ""
-        if _COLLECTIVE.search(event.name):
+        if _COLLECTIVE_KERNEL.search(event.name) or _COLLECTIVE.match(event.hlo_op):
             part = f"{part}/collective".strip("/")
+        elif part == "moe/experts" and "/products/" in scope:
+            part += "/products"
         found[int(match[1]) if match else None][part or "other"].append(event.us)
     rows = []
     for layer in sorted(found, key=lambda n: (n is None, n or 0)):

@@ -11,7 +11,15 @@ import pytest
 import dsv41
 from dsv41.config import DSV41Error
 from dsv41.engine.mesh_checks import on_mesh
-from dsv41.engine.step_profile import StepShape, _by_layer, compile_steps, profile_steps, random_pages, step_at
+from dsv41.engine.step_profile import (
+    _INSTRUCTION,
+    StepShape,
+    _by_layer,
+    compile_steps,
+    profile_steps,
+    random_pages,
+    step_at,
+)
 from dsv41.sharding import ShardingRules, make_mesh
 from launch import profile_step as command
 from launch.cli import run
@@ -57,6 +65,20 @@ def test_collectives_are_told_apart():
     assert entry.parts == {"attention/attend/collective": (1, 3.0), "attention/attend": (1, 2.0)}
 
 
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [
+        ("void stream_executor::gpu::RaggedAllToAllKernelImpl<4>(long)", "ragged"),
+        ("MemcpyP2P", "ragged-all-to-all-start.3"),
+        ("MultiGpuBarrierKernel", "ragged"),
+    ],
+)
+def test_collectives_that_xla_does_itself_are_told_apart(name, op):
+    scope = "jit(forward)/layer_3/moe/experts/ragged_all_to_all"
+    (entry,) = _by_layer([KernelEvent(name=name, hlo_op=op, scope=scope, us=3.0)], SCOPES, 1)
+    assert entry.parts == {"moe/experts/collective": (1, 3.0)}
+
+
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
 def test_pages_hold_the_same_wherever_they_lie():
     model = small_model()
@@ -84,6 +106,9 @@ def test_steps_compiled_side_by_side_are_the_forward_pass(mesh):
         expected, *_ = model.forward(batch, random_pages(model.init_cache(shape.rows, 48)), logits="last")
         found, *_ = run_step(model.params, batch, random_pages(model.init_cache(shape.rows, 48)), None)
         np.testing.assert_array_equal(found, expected)
+        scopes = dict(_INSTRUCTION.findall(run_step.as_text()))
+        layer, _ = _by_layer([_event(op, 1.0) for op in scopes], scopes, 1)
+        assert {"moe/experts", "moe/experts/products", "moe/route", "attention/attend"} <= set(layer.parts)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a CPU's trace lists no kernels")

@@ -44,14 +44,14 @@ def test_exact(capsys):
 
 def test_shares():
     parts = {
-        "moe/experts": (9, 50.0), "moe/experts/collective": (2, 7.0), "moe/route": (1, 1.0),
-        "moe/shared_expert": (1, 2.0), "moe": (1, 6.0), "attention/attend": (1, 5.0),
+        "moe/experts": (9, 10.0), "moe/experts/products": (2, 40.0), "moe/experts/collective": (2, 7.0),
+        "moe/route": (1, 1.0), "moe/shared_expert": (1, 2.0), "moe": (1, 6.0), "attention/attend": (1, 5.0),
         "attention/select": (3, 4.0), "attention/select/collective": (1, 3.0),
     }  # fmt: skip
-    found = bench_mesh._shares([LayerKernels(0, 19, 78.0, parts), LayerKernels(None, 1, 10.0, {"other": (1, 10.0)})])
+    found = bench_mesh._shares([LayerKernels(0, 21, 78.0, parts), LayerKernels(None, 1, 10.0, {"other": (1, 10.0)})])
     assert found == {
-        "us": 88, "exchange": 7, "experts": 50, "shared_expert": 2, "route": 1, "select": 4, "attend": 5,
-        "other_collectives": 3, "rest": 16,
+        "us": 88, "exchange": 7, "expert_products": 40, "expert_rows": 10, "shared_expert": 2, "route": 1, "select": 4,
+        "attend": 5, "other_collectives": 3, "rest": 16,
     }  # fmt: skip
 
 
