@@ -180,6 +180,8 @@ def _by_layer(events: list[KernelEvent], scopes: dict[str, str], steps: int) -> 
         scope = scopes.get(event.hlo_op, "") or event.scope
         match = _LAYER.search(_CALL.sub("", scope))
         part = "/".join(p for p in match.groups()[1:] if p) if match else ""
+        if match is None and event.hlo_op.startswith("ragged-all-to-all"):
+            part = "moe/experts"  # XLA drops the scope, so the layer is lost; only the experts' exchange is ragged
         if _COLLECTIVE_KERNEL.search(event.name) or _COLLECTIVE.match(event.hlo_op):
             part = f"{part}/collective".strip("/")
         elif part == "moe/experts" and "/products/" in scope:

@@ -35,7 +35,15 @@ import jax.numpy as jnp
 from dsv41.config import DSV41Error
 from dsv41.ops import collectives
 from dsv41.ops.expert_layout import block_rows, layout_by_expert, sum_in_order
-from dsv41.ops.expert_transport import ExchangePlan, ExchangeSizes, Padded, Ragged, choose_transport, plan_exchange
+from dsv41.ops.expert_transport import (
+    ExchangePlan,
+    ExchangeSizes,
+    Padded,
+    Ragged,
+    choose_transport,
+    plan_exchange,
+    update_pieces,
+)
 from dsv41.ops.linear import QuantizedArray, WeightFormat
 from dsv41.sharding import ExpertPlacement, MeshAxes, ShardingRules
 from pallas_kernels import formats
@@ -66,6 +74,7 @@ def exchanged_experts(
     transport: str | None = None,
     capacity: int | None = None,
     at_once: int | None = None,
+    pieces: int | None = None,
 ) -> jax.Array:
     """`dsv41.ops.moe.routed_experts` inside `jax.shard_map`, bit for bit.
 
@@ -80,6 +89,7 @@ def exchanged_experts(
       transport: "ragged" or "padded"; None: by the devices of the mesh.
       capacity: tokens from one device to another in a round; None: as many as memory should take.
       at_once: results that go back at once where the transport is ragged; None: four times the fair share.
+      pieces: updates in which what goes to a device travels where the transport is ragged; None: by the devices.
 
     Returns:
       float32 [T, D].
@@ -87,11 +97,11 @@ def exchanged_experts(
     Raises:
       DSV41Error: the placement is for another number of devices or slots; the transport has an unknown name.
     """
-    ragged = choose_transport(transport) == "ragged"
     tokens, k = chosen.shape
     if not tokens:
         return jnp.zeros(x.shape, jnp.float32)
     slots, devices = stacks[0].values.shape[0], collectives.axis_size(rules.experts)
+    ragged = choose_transport(devices, transport) == "ragged"
     most = devices * min(k, slots)  # results of a round for every token of the capacity
     if capacity is None:
         capacity = max(_ROUND_ROWS // (devices if ragged else most), 1)
@@ -99,7 +109,9 @@ def exchanged_experts(
     if not ragged or at_once is None:
         at_once = min(max(4 * tokens * k, 64), _PRODUCT_ROWS) if ragged else most * capacity
     at_once = min(at_once, most * capacity)
-    sizes = ExchangeSizes(rules.experts, devices, slots, tokens, k, x.shape[1], capacity, at_once)
+    if pieces is None:
+        pieces = update_pieces(devices, tokens * k)
+    sizes = ExchangeSizes(rules.experts, devices, slots, tokens, k, x.shape[1], capacity, at_once, pieces)
     owner, slot = _where(chosen, slots, rules.experts, placement)
     plan = plan_exchange(jnp.where(valid[:, None], owner, devices), devices)
     rows = functools.partial(_rows, _pack(x, stacks[0].format), owner, slot, weights, plan)

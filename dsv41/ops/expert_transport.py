@@ -30,6 +30,7 @@ class ExchangeSizes:
       tokens, k, width: T, K, D.
       capacity: tokens from one device to another in a round.
       at_once: results of a device that go back at once; with "padded", all of a round.
+      pieces: of what goes to a device at once, with "ragged".
     """
 
     axes: MeshAxes
@@ -40,6 +41,7 @@ class ExchangeSizes:
     width: int
     capacity: int
     at_once: int
+    pieces: int = 1
 
     @property
     def room(self) -> int:
@@ -160,14 +162,14 @@ class Ragged:
         entries = _by_owner(plan, sizes, _of_round(plan, sizes, start))
         # [devices that send, devices that receive, 3]
         told = collectives.gather(jnp.stack([pairs, entries, first], axis=-1)[None], sizes.axes)
-        came = jax.lax.ragged_all_to_all(
+        came = _ragged_all_to_all(
+            sizes,
             self.rows,
             jnp.zeros((sizes.devices * sizes.capacity, *self.rows.shape[1:]), self.rows.dtype),
             jnp.minimum(plan.first_pair + start, self.rows.shape[0]),
             pairs,
             jnp.full(sizes.devices, me * sizes.capacity, jnp.int32),
             told[:, me, 0],
-            axis_name=sizes.axes,
         )
         results = experts(came, None)
         before = jnp.cumsum(told[..., 1], axis=0) - told[..., 1]
@@ -176,20 +178,43 @@ class Ragged:
             """Entries from a first one on, counted on each device through those that came there."""
             begin = number * sizes.at_once
             skipped, end = (jnp.clip(bound - before, 0, told[..., 1]) for bound in (begin, begin + sizes.at_once))
-            return jax.lax.ragged_all_to_all(
+            return _ragged_all_to_all(
+                sizes,
                 results(begin),
                 home,
                 jnp.clip(before[:, me] - begin, 0, sizes.at_once),
                 (end - skipped)[:, me],
                 told[:, me, 2] + skipped[:, me],
                 (end - skipped)[me],
-                axis_name=sizes.axes,
             )
 
         if sizes.at_once >= sizes.devices * sizes.room:
             return part(0, home)
         parts = -(-told[..., 1].sum(axis=0).max() // sizes.at_once)
         return jax.lax.fori_loop(0, agreed(parts, sizes.axes, self.token_axes), part, home)
+
+
+def _ragged_all_to_all(
+    sizes: ExchangeSizes,
+    rows: jax.Array,
+    output: jax.Array,
+    first: jax.Array,
+    count: jax.Array,
+    at: jax.Array,
+    came: jax.Array,
+) -> jax.Array:
+    """`jax.lax.ragged_all_to_all` of int32 [devices] offsets and sizes, in `sizes.pieces` updates for each device."""
+
+    def begins(count: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Where pieces begin and end, [devices, pieces]."""
+        each = -(-count // sizes.pieces)[:, None]
+        begin = jnp.minimum(jnp.arange(sizes.pieces) * each, count[:, None])
+        return begin, jnp.minimum(begin + each, count[:, None])
+
+    begin, end = begins(count)
+    came_begin, came_end = begins(came)
+    updates = first[:, None] + begin, end - begin, at[:, None] + begin, came_end - came_begin
+    return jax.lax.ragged_all_to_all(rows, output, *(x.reshape(-1) for x in updates), axis_name=sizes.axes)
 
 
 def agreed(count: jax.Array, axes: MeshAxes, token_axes: MeshAxes) -> jax.Array:
@@ -209,7 +234,13 @@ def _by_owner(plan: ExchangePlan, sizes: ExchangeSizes, entries: jax.Array) -> j
     return jnp.zeros(sizes.devices, jnp.int32).at[plan.owner].add(entries.astype(jnp.int32), mode="drop")
 
 
-def choose_transport(asked: str | None = None) -> str:
+# GPUs that XLA's own kernel for ragged exchanges can serve, and updates a device that keep its thread blocks busy.
+_KERNEL_GPUS = 8
+_MOST_PIECES = 256
+_PIECE_ROWS = 8
+
+
+def choose_transport(devices: int, asked: str | None = None) -> str:
     """The transport's name, "ragged" or "padded"; by the devices of the mesh in use unless asked for. Says once which.
 
     Raises:
@@ -217,11 +248,29 @@ def choose_transport(asked: str | None = None) -> str:
     """
     if asked not in (None, "ragged", "padded"):
         raise DSV41Error(f"expert exchange: no transport {asked!r}, expected ragged or padded")
+    platform = _platform()
+    # Between GPUs of several processes XLA refuses ragged exchanges, or makes each update a call of its own.
+    in_reach = devices <= _KERNEL_GPUS and jax.process_count() == 1
+    chosen = asked or ("ragged" if platform == "tpu" or (platform == "gpu" and in_reach) else "padded")
+    where = "" if platform != "gpu" or in_reach else f", {devices} of them in {jax.process_count()} processes"
+    _say(chosen, "asked for" if asked else f"devices are {platform}{where}")
+    return chosen
+
+
+def update_pieces(devices: int, rows: int) -> int:
+    """Updates in which up to `rows` rows go to one of so many devices, with "ragged".
+
+    XLA's kernel between GPUs copies every update with one thread block, which moves about 2.5 GB/s on an H200: it needs
+    hundreds of them. TPUs copy an update at full speed.
+    """
+    return min(max(rows // devices // _PIECE_ROWS, 16), _MOST_PIECES) if _platform() == "gpu" else 1
+
+
+def _platform() -> str:
+    """Of the devices of the mesh in use."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     platform = dispatch.backend() if device is None else device.platform
-    chosen = asked or ("ragged" if platform in ("tpu", "gpu", "cuda") else "padded")
-    _say(chosen, "asked for" if asked else f"devices are {platform}")
-    return chosen
+    return "gpu" if platform == "cuda" else platform
 
 
 @functools.cache

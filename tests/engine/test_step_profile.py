@@ -79,6 +79,11 @@ def test_collectives_that_xla_does_itself_are_told_apart(name, op):
     assert entry.parts == {"moe/experts/collective": (1, 3.0)}
 
 
+def test_a_ragged_exchange_without_scope_is_the_experts():
+    (entry,) = _by_layer([_event("ragged-all-to-all.19", 2.0)], SCOPES, 1)
+    assert entry.layer is None and entry.parts == {"moe/experts/collective": (1, 2.0)}
+
+
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
 def test_pages_hold_the_same_wherever_they_lie():
     model = small_model()

@@ -1,6 +1,7 @@
 """Experts spread over devices give the bits of experts on one device, however tokens are routed."""
 
 import functools
+import itertools
 import logging
 import re
 
@@ -111,23 +112,26 @@ ROUNDS = {"one round": {}, "many rounds": {"capacity": 2}}
 def emulated_ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
     """What `jax.lax.ragged_all_to_all` is documented to do, from arrays that all devices know.
 
-    Rows that it must not write, or that a device expects and nobody sends, spoil the output.
+    Offsets and sizes are those of one or more updates for each device, [devices * updates]. Rows that it must not
+    write, or that a device expects and nobody sends, spoil the output.
     """
     me = jax.lax.axis_index(axis_name)
     operands, first, sizes, at = (
         jax.lax.all_gather(a, axis_name) for a in (operand, input_offsets, send_sizes, output_offsets)
     )
+    devices = operands.shape[0]
+    first, sizes, at = (a.reshape(devices, devices, -1) for a in (first, sizes, at))
     row = jnp.arange(operand.shape[0])
     written = jnp.zeros(output.shape[0], jnp.int32)
-    for sender in range(operands.shape[0]):
-        start, size = first[sender, me], sizes[sender, me]
+    for sender, update in itertools.product(range(devices), range(sizes.shape[-1])):
+        start, size = first[sender, me, update], sizes[sender, me, update]
         inside = (row >= start) & (row < start + size)
-        to = jnp.where(inside, row - start + at[sender, me], output.shape[0])
+        to = jnp.where(inside, row - start + at[sender, me, update], output.shape[0])
         output = output.at[to].set(operands[sender], mode="drop")
         written = written.at[to].add(1, mode="drop")
     complete = written.sum() == sizes[:, me].sum()
     fits = (first >= 0).all() & (first + sizes <= operand.shape[0]).all() & (sizes >= 0).all()
-    agreed = (sizes[:, me] == recv_sizes).all() & (written <= 1).all() & complete & fits
+    agreed = (sizes[:, me].reshape(-1) == recv_sizes).all() & (written <= 1).all() & complete & fits
     bad = jnp.nan if output.dtype == jnp.bfloat16 else jnp.iinfo(output.dtype).max
     return jnp.where(agreed, output, jnp.full_like(output, bad))
 
@@ -146,7 +150,11 @@ def test_any_routing_gives_the_same_bits(name, rounds):
 
 
 # 12 divides no number of results that may come in a round.
-RAGGED_ROUNDS = {"one round": {}, "many rounds": {"capacity": 2, "at_once": 12}}
+RAGGED_ROUNDS = {
+    "one round": {},
+    "many rounds": {"capacity": 2, "at_once": 12},
+    "one round in pieces": {"pieces": 3},
+}
 
 
 @pytest.mark.parametrize("rounds", RAGGED_ROUNDS)
@@ -245,10 +253,29 @@ def test_scales_spread_by_a_product_are_exact():
 def test_the_transport_is_said_once(caplog):
     expert_transport._say.cache_clear()
     with caplog.at_level(logging.INFO, expert_transport.__name__):
-        assert [expert_transport.choose_transport() for _ in range(3)] == ["padded"] * 3
+        assert [expert_transport.choose_transport(8) for _ in range(3)] == ["padded"] * 3
     assert caplog.messages == ["expert exchange: padded all_to_all (devices are cpu)"]
     with pytest.raises(DSV41Error, match="no transport 'pigeon'"):
-        expert_transport.choose_transport("pigeon")
+        expert_transport.choose_transport(8, "pigeon")
+
+
+@pytest.mark.parametrize(
+    ("platform", "devices", "processes", "transport", "pieces"),
+    [
+        ("cpu", 2, 1, "padded", 1),
+        ("tpu", 256, 64, "ragged", 1),
+        ("gpu", 2, 1, "ragged", 96),
+        ("gpu", 8, 1, "ragged", 24),
+        ("gpu", 8, 2, "padded", 24),  # XLA refuses: its kernel reaches the GPUs of one process
+        ("gpu", 16, 1, "padded", 16),
+    ],
+)
+def test_the_transport_follows_the_devices(monkeypatch, platform, devices, processes, transport, pieces):
+    monkeypatch.setattr(expert_transport, "_platform", lambda: platform)
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    assert expert_transport.choose_transport(devices) == transport
+    assert expert_transport.update_pieces(devices, 256 * 6) == pieces
+    assert expert_transport.update_pieces(devices, 1 << 20) == (256 if platform == "gpu" else 1)
 
 
 def _placement() -> ExpertPlacement:
