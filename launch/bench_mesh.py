@@ -38,7 +38,7 @@ from rich.table import Table
 
 from dsv41.checkpoint.random_model import random_model
 from dsv41.config import DSV41Error
-from dsv41.engine.mesh_checks import agreement, agreement_row_by_row, on_mesh
+from dsv41.engine.mesh_checks import agreement, on_mesh, selection_agreement
 from dsv41.engine.step_profile import LayerKernels, StepProfile, StepShape, profile_steps
 from dsv41.models import Model
 from dsv41.sharding import PRESETS, ShardingRules, devices_along, first_devices, make_mesh, parse_mesh, preset_rules
@@ -202,8 +202,7 @@ def selection(meshes: list[str]) -> list[Row]:
             row = {"mesh": mesh, "rows": count, "context": _CONTEXT.value, "select_us": us, "collectives_us": moved}
             row |= {"step_us": sum(layer.us for layer in found), "wall_us": wall_us}
             if model is not alone:
-                check = {"rows": model.row_shards, "context": _CHECK.value, "tokens": 1}
-                row |= dataclasses.asdict(agreement_row_by_row(alone, model, **check))
+                row["same_sets"] = selection_agreement(alone, model, rows=count, context=_CHECK.value)
             rows.append(row)
     return rows
 

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
+import ml_dtypes
 import numpy as np
 
+from dsv41.cache import ForwardBatch, KVCache, LayerCache, cache_specs, local_step
 from dsv41.checkpoint.load import spread_model
-from dsv41.config import LayerMode
+from dsv41.config import LayerMode, ModelConfig
 from dsv41.engine.step_profile import random_pages, step_at
 from dsv41.models import Model
-from dsv41.sharding import fetch, first_devices, make_mesh, parse_mesh, preset_rules
+from dsv41.models.backbone import Backbone
+from dsv41.models.sharded import on_mesh as over_devices
+from dsv41.ops.block_selection import IndexQuery
+from dsv41.sharding import LOCAL, ShardingRules, fetch, first_devices, make_mesh, parse_mesh, preset_rules
+from pallas_kernels.fixed_order import compiler_options
+from pallas_kernels.quantize.ops import MXFP4_GROUP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,17 +58,50 @@ def agreement(one: Model, other: Model, *, rows: int, context: int, tokens: int)
     return _agreement(one, *found)
 
 
-def agreement_row_by_row(one: Model, other: Model, *, rows: int, context: int, tokens: int) -> Agreement:
-    """The same, one row at a time on `one`: as many rows as a device of `other` has, so that its products have the same
-    shapes and every choice should be the same."""
-    alone = [_logits_and_choices(one, 1, context, tokens, row) for row in range(rows)]
-    together = jax.tree.map(lambda *rows: np.concatenate(rows), *alone)
-    return _agreement(one, together, _logits_and_choices(other, rows, context, tokens))
+def selection_agreement(one: Model, other: Model, *, rows: int, context: int) -> float:
+    """Share of (query, selecting layer) that select the same set out of pages of the same random contents with the same
+    random queries, one of each row behind `context` tokens. It should be 1 whatever the devices and kernels: sums that
+    the rest of a model takes in another order do not enter."""
+    found = [_selections(model, rows, context) for model in (one, other)]
+    return float(np.mean([(a == b).all(-1).mean() for a, b in zip(*found, strict=True)]))
 
 
-def _logits_and_choices(model: Model, rows: int, context: int, tokens: int, first_row: int = 0):
-    cache = random_pages(model.init_cache(rows, context + tokens), first_slot=first_row)
-    batch = step_at(model, rows, context, tokens, first_row=first_row)
+def _selections(model: Model, rows: int, context: int, seed: int = 0) -> list[np.ndarray]:
+    """What each selecting layer selects, int32 [B, T, index_topk], ascending."""
+    cache, batch = random_pages(model.init_cache(rows, context + 1)), step_at(model, rows, context, 1)
+    c, rng = model.config.text_config, np.random.default_rng(seed)
+    heads = (rows, 1, c.index_n_heads)
+    query = IndexQuery(
+        rng.integers(0, 256, (*heads, c.index_head_dim // 2), np.uint8),
+        rng.integers(124, 131, (*heads, c.index_head_dim // MXFP4_GROUP), np.uint8),
+        rng.normal(size=heads).astype(ml_dtypes.bfloat16),
+    )
+    spec = model.rules.spec("batch")
+    arguments = spec, spec, cache_specs(cache, model.rules)
+    step = over_devices(functools.partial(_select_all, config=model.config), model.mesh, model.rules, arguments, spec)
+    found = jax.jit(step, compiler_options=compiler_options())(model.place_rows(query), batch, cache)
+    return [np.sort(fetch(x), axis=-1) for x in found]
+
+
+def _select_all(
+    query: IndexQuery, batch: ForwardBatch, cache: KVCache, *, config: ModelConfig, rules: ShardingRules = LOCAL
+) -> list[jax.Array]:
+    """All selecting layers of one step, with the same queries."""
+    batch, cache = local_step(batch, cache, rules)
+    candidates, found = None, []
+    for block in Backbone(config, rules).layers:
+        if block.spec.selects:
+            indexer = block.attn.indexer
+            own = jax.tree.map(indexer.split(batch).queries, query)
+            selected, built = indexer.select(own, batch, LayerCache.of(cache, block.spec), candidates)
+            candidates = built if block.spec.builds_candidates else candidates
+            found.append(selected)
+    return found
+
+
+def _logits_and_choices(model: Model, rows: int, context: int, tokens: int):
+    cache = random_pages(model.init_cache(rows, context + tokens))
+    batch = step_at(model, rows, context, tokens)
     logits, _, aux = model.forward(batch, cache, logits="all", capture=("choices",))
     return fetch(logits), {name: fetch(x) for name, x in aux.items()}
 

@@ -23,6 +23,7 @@ from dsv41.sharding import fetch
 from pallas_kernels.dispatch import backend
 from pallas_kernels.measure import KernelEvent, trace_kernels
 
+_MOST_PAGES = 1 << 14  # logical pages of a sequence, more than 1M tokens take
 _LAYER = re.compile(r"/layer_(\d+)/(?:(attention|moe|engram)/)?([a-z_]*)")
 _CALL = re.compile(r"/jit\([^()]*\)")  # functions that layers share stand between the names of scopes
 # XLA's own kernels between devices are named as in C++, NCCL's not after the instruction, and copies after nothing.
@@ -137,25 +138,23 @@ def _profile(model: Model, shape: StepShape, steps: int, run: jax.stages.Compile
     return StepProfile(_by_layer(events, scopes, steps * (1 if model.mesh is None else model.mesh.size)), wall_us)
 
 
-def step_at(model: Model, rows: int, context: int, tokens: int, *, first_row: int = 0) -> ForwardBatch:
+def step_at(model: Model, rows: int, context: int, tokens: int) -> ForwardBatch:
     """A step of some tokens behind `context` others, on the devices; those of a row follow from its number."""
     look_back = max(model.config.text_config.engram_max_ngram_size, 1)
-    new = np.arange(first_row * tokens, (first_row + rows) * tokens).reshape(rows, tokens) % 97 + 3
+    new = np.arange(rows * tokens).reshape(rows, tokens) % 97 + 3
     batch = model.make_batch(new, [np.arange(look_back) % 97 + 3] * rows, padded=False)
     return model.place_rows(dataclasses.replace(batch, start=np.full_like(batch.start, context)))
 
 
-def random_pages(cache: KVCache, *, first_slot: int = 0) -> KVCache:
-    """Random values; scales near one another, none of them NaN. Page j of a slot holds the same wherever it lies.
-
-    `first_slot`: the number of the cache's first slot among those of a larger one, whose contents it is to have.
-    """
+def random_pages(cache: KVCache) -> KVCache:
+    """Random values; scales near one another, none of them NaN. Page j of a slot holds the same wherever it lies, and
+    however many pages the cache has room for."""
     layout, table = cache.layout, fetch(cache.page_table)
 
     def fill(pool: jax.Array, value_rows: int, kind: int, per_logical: int) -> jax.Array:
         whose = np.zeros(pool.shape[0] // per_logical, np.int32)
         slot, number = np.nonzero(table >= 0)
-        whose[table[slot, number]] = (first_slot + slot) * table.shape[1] + number
+        whose[table[slot, number]] = slot * _MOST_PAGES + number
         whose = np.repeat(whose * per_logical, per_logical) + np.tile(np.arange(per_logical), len(whose))
         key = jax.random.key(kind)
 

@@ -133,10 +133,7 @@ class Indexer(nnx.Module):
         cache: LayerCache,
         candidates: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Selects entries of the layer's KV source for every query.
-
-        Devices that share rows have a part of the queries each. Devices that share the pages of their sequences get the
-        queries of all of them, rank the entries that they have, and each merges what was found for its own rows.
+        """Selects entries of the layer's KV source for every query, see `select`.
 
         x bfloat16 [B, T, D]; qr bfloat16 [B, T, q rank]; rope float32 [B, T, 2, r]; candidates int32 [B, T, P] for a
         layer that selects inside a pool.
@@ -145,9 +142,24 @@ class Indexer(nnx.Module):
           selected int32 [B, T, index_topk], -1 unused; the candidate pool int32 [B, T, candidate_topk_blocks],
           ascending, -1 unused, if this layer builds one.
         """
-        pages = batch.step_pages(cache.page_table, self.rules.pages)
-        split = QuerySplit.of(*x.shape[:2], self.rules.heads)
+        split = self.split(batch)
         query = self.query(*(split.queries(a) for a in (x, qr, rope)))
+        return self.select(query, batch, cache, candidates)
+
+    def split(self, batch: ForwardBatch) -> QuerySplit:
+        """Which of a step's queries are this device's."""
+        return QuerySplit.of(*batch.tokens.shape, self.rules.heads)
+
+    def select(
+        self, query: IndexQuery, batch: ForwardBatch, cache: LayerCache, candidates: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """What `query` (this device's part of the step's, see `split`) selects; the rest as of `__call__`.
+
+        Devices that share rows have a part of the queries each. Devices that share the pages of their sequences get the
+        queries of all of them, rank the entries that they have, and each merges what was found for its own rows. The
+        layer's parameters are not read.
+        """
+        pages, split = batch.step_pages(cache.page_table, self.rules.pages), self.split(batch)
         arrays = [query.values, query.scales, query.weights]
         if self.kind.reads_candidates:
             arrays.append(split.queries(candidates))

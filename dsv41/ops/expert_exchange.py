@@ -102,15 +102,8 @@ def exchanged_experts(
         return jnp.zeros(x.shape, jnp.float32)
     slots, devices = stacks[0].values.shape[0], collectives.axis_size(rules.experts)
     ragged = choose_transport(devices, transport) == "ragged"
-    most = devices * min(k, slots)  # results of a round for every token of the capacity
-    if capacity is None:
-        capacity = max(_ROUND_ROWS // (devices if ragged else most), 1)
-    capacity = min(capacity, tokens)
-    if not ragged or at_once is None:
-        at_once = min(max(4 * tokens * k, 64), _PRODUCT_ROWS) if ragged else most * capacity
-    at_once = min(at_once, most * capacity)
-    if pieces is None:
-        pieces = update_pieces(devices, tokens * k)
+    capacity, at_once = _limits(ragged, devices, slots, tokens, k, capacity, at_once)
+    pieces = pieces or update_pieces(devices, tokens * k)
     sizes = ExchangeSizes(rules.experts, devices, slots, tokens, k, x.shape[1], capacity, at_once, pieces)
     owner, slot = _where(chosen, slots, rules.experts, placement)
     plan = plan_exchange(jnp.where(valid[:, None], owner, devices), devices)
@@ -125,6 +118,19 @@ def exchanged_experts(
         rounds = -(-jax.lax.pmax(plan.pairs.max(), rules.tokens) // capacity)
         home = jax.lax.fori_loop(0, rounds, lambda i, home: travel.round(i * capacity, home, experts), home)
     return sum_in_order(home[plan.position])
+
+
+def _limits(
+    ragged: bool, devices: int, slots: int, tokens: int, k: int, capacity: int | None, at_once: int | None
+) -> tuple[int, int]:
+    """Tokens from one device to another in a round, and results that go back at once; those asked for or the usual."""
+    most = devices * min(k, slots)  # results of a round for every token of the capacity
+    if capacity is None:
+        capacity = max(_ROUND_ROWS // (devices if ragged else most), 1)
+    capacity = min(capacity, tokens)
+    if not ragged or at_once is None:
+        at_once = min(max(4 * tokens * k, 64), _PRODUCT_ROWS) if ragged else most * capacity
+    return capacity, min(at_once, most * capacity)
 
 
 def _where(

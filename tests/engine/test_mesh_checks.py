@@ -1,23 +1,27 @@
 """Comparing a model on a mesh with one on one device."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
 
-from dsv41.engine.mesh_checks import agreement_row_by_row, on_mesh
+from dsv41.engine import mesh_checks
+from dsv41.engine.mesh_checks import on_mesh, selection_agreement
 from tests.models_for_tests import small_model
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
-def test_row_by_row():
+@pytest.mark.parametrize("mesh", ["sequence=2", pytest.param("tensor=2", marks=pytest.mark.slow)])
+def test_selections(mesh, monkeypatch):
     model = small_model()
-    spread = on_mesh(model, "sequence=2", "decode")
-    found = agreement_row_by_row(model, spread, rows=2, context=700, tokens=1)
-    assert (found.largest, found.selections, found.experts) == (0, 1, 1)
-    other = jax.tree.map(lambda x: np.asarray(x).copy(), model.params)
-    other["layers"][2]["attn"]["indexer"]["weights_proj"]["weight"] *= -1
-    found = agreement_row_by_row(dataclasses.replace(model, params=other), spread, rows=2, context=700, tokens=1)
-    assert found.largest > 0 and found.selections < 1
+    spread = on_mesh(model, mesh, "decode")
+    assert selection_agreement(model, spread, rows=2, context=700) == 1
+    sets = mesh_checks._selections(model, 2, 700)
+    assert len(sets) == sum(layer.selects for layer in model.schedule.layers)
+    assert all((np.diff(s) > 0).all() and s.min() >= 0 for s in sets)
+    if mesh == "sequence=2":  # a merge that takes what lies on one device only is found out
+
+        def no_merge(found, axes, ordered):
+            return [jax.tree.map(lambda x: x[:1], part) for part in found]
+
+        monkeypatch.setattr("dsv41.layers.indexer.merge_ranked", no_merge)
+        assert selection_agreement(model, spread, rows=2, context=700) < 1
