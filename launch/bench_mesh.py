@@ -7,14 +7,14 @@
 Parts:
   exact      every preset on every mesh against one device, without --checkpoint on the tiny model: logits, selected
              entries, experts of a step of --tokens new tokens.
-  links      bytes a second of all_to_all, all_gather and reduce-scatter by size, the peak of what links between these
-             devices give; wall time of a queue of them.
+  links      bytes a second of all_to_all, all_gather, reduce-scatter and (not on CPUs) the ragged exchange that brings
+             rows to experts, by size: the peak of what links between these devices give; wall time of a queue of them.
   steps      a decode step for each of --rows, or with --tokens a chunk of a prompt: time of exchange, experts and the
              rest, from the profiler (NVIDIA GPUs), and wall time. --per_device takes --rows for each device. Launches
              inside CUDA graphs are not put down to parts: set XLA_FLAGS=--xla_gpu_enable_command_buffer= for them, and
              leave it out for the wall time that users have.
-  selection  sequences of --context tokens whose pages lie on all devices: time of a step's selection, and whether every
-             selected set is the same as on one device (at --check_context).
+  selection  sequences of --context tokens whose pages lie on all devices: time of a step's selection, and the share of
+             queries that select alike on one device (the same scores, at --check_context).
 
 Meshes are separated by semicolons or given several times; data=1 is one device. With --config weights are random, made
 on the devices. Times of collectives hold what devices wait for one another. Steps of all --rows are compiled side by
@@ -31,8 +31,9 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from absl import flags
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Table
 
@@ -41,6 +42,7 @@ from dsv41.config import DSV41Error
 from dsv41.engine.mesh_checks import agreement, on_mesh, selection_agreement
 from dsv41.engine.step_profile import LayerKernels, StepProfile, StepShape, profile_steps
 from dsv41.models import Model
+from dsv41.ops.expert_transport import ragged_all_to_all, update_pieces
 from dsv41.sharding import PRESETS, ShardingRules, devices_along, first_devices, make_mesh, parse_mesh, preset_rules
 from launch.cli import new_flags, run
 from launch.load_model import ModelFlags
@@ -65,6 +67,7 @@ _JSON = flags.DEFINE_bool("json", False, "Print one JSON object a line instead o
 
 Row = dict[str, Any]
 
+_ROW_WORDS = 2048  # float32
 _SIZES = (1 << 14, 1 << 18, 1 << 22, 1 << 26, 1 << 28)  # bytes of each device
 
 
@@ -109,7 +112,8 @@ def links(meshes: list[str]) -> list[Row]:
         if devices == 1:
             continue
         mesh = make_mesh(sizes, first_devices(sizes))
-        for name in ("all_to_all", "all_gather", "reduce_scatter"):
+        ragged = () if jax.default_backend() == "cpu" else ("ragged_all_to_all",)  # XLA has none for CPUs
+        for name in ("all_to_all", "all_gather", "reduce_scatter", *ragged):
             for size in _SIZES:
                 seconds = _collective_seconds(mesh, name, size)
                 # What leaves a device: all but its own part.
@@ -122,10 +126,12 @@ def links(meshes: list[str]) -> list[Row]:
 def _collective_seconds(mesh, name: str, size: int, calls: int = 20) -> float:
     """Of one call on `size` bytes of each device."""
     axes = mesh.axis_names
+
     collective = {
         "all_to_all": lambda x: jax.lax.all_to_all(x, axes, 0, 0, tiled=True),
         "all_gather": lambda x: jax.lax.all_gather(x, axes, tiled=True),
         "reduce_scatter": lambda x: jax.lax.psum_scatter(x, axes, tiled=True),
+        "ragged_all_to_all": functools.partial(_equal_parts_ragged, mesh=mesh),
     }[name]
     spec = PartitionSpec(axes)
     call = jax.jit(jax.shard_map(collective, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
@@ -140,6 +146,16 @@ def _collective_seconds(mesh, name: str, size: int, calls: int = 20) -> float:
         jax.block_until_ready(y)
         seconds.append((time.perf_counter() - started) / calls)
     return min(seconds)
+
+
+def _equal_parts_ragged(x: jax.Array, *, mesh: Mesh) -> jax.Array:
+    """An all_to_all of rows as wide as those of the released experts."""
+    axes, devices = mesh.axis_names, mesh.size
+    rows = x.reshape(-1, _ROW_WORDS)
+    count = jnp.full(devices, rows.shape[0] // devices, jnp.int32)
+    first, at = jnp.arange(devices) * count, jax.lax.axis_index(axes) * count
+    pieces = update_pieces(devices, rows.shape[0])
+    return ragged_all_to_all(rows, jnp.zeros_like(rows), first, count, at, count, axes=axes, pieces=pieces).reshape(-1)
 
 
 def _random_on(mesh: str) -> Model:
@@ -202,7 +218,7 @@ def selection(meshes: list[str]) -> list[Row]:
             row = {"mesh": mesh, "rows": count, "context": _CONTEXT.value, "select_us": us, "collectives_us": moved}
             row |= {"step_us": sum(layer.us for layer in found), "wall_us": wall_us}
             if model is not alone:
-                row["same_sets"] = selection_agreement(alone, model, rows=count, context=_CHECK.value)
+                row["alike"] = selection_agreement(alone, model, rows=count, context=_CHECK.value)
             rows.append(row)
     return rows
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -19,6 +20,7 @@ from dsv41.models.sharded import on_mesh as over_devices
 from dsv41.ops.block_selection import IndexQuery
 from dsv41.sharding import LOCAL, ShardingRules, fetch, first_devices, make_mesh, parse_mesh, preset_rules
 from pallas_kernels.fixed_order import compiler_options
+from pallas_kernels.indexer.ops import entry_scores
 from pallas_kernels.quantize.ops import MXFP4_GROUP
 
 
@@ -59,28 +61,59 @@ def agreement(one: Model, other: Model, *, rows: int, context: int, tokens: int)
 
 
 def selection_agreement(one: Model, other: Model, *, rows: int, context: int) -> float:
-    """Share of (query, selecting layer) that select the same set out of pages of the same random contents with the same
-    random queries, one of each row behind `context` tokens. It should be 1 whatever the devices and kernels: sums that
-    the rest of a model takes in another order do not enter."""
-    found = [_selections(model, rows, context) for model in (one, other)]
-    return float(np.mean([(a == b).all(-1).mean() for a, b in zip(*found, strict=True)]))
+    """Share of (query, selecting layer) that select alike out of pages of the same random contents with the same random
+    queries, one of each row behind `context` tokens: distinct entries with the same scores. Index scores are bfloat16,
+    so that many are equal, and kernels may take any of equal ones.
+
+    It should be 1 whatever the devices and kernels; sums that the rest of a model takes in another order do not enter.
+    `one` must be on one device.
+    """
+    queries = _random_queries(one.config, rows)
+    found = [_selections(model, queries, context) for model in (one, other)]
+    scores = [_scores_of(one, queries, context, chosen) for chosen in found]
+    alike = [(np.sort(a, axis=-1) == np.sort(b, axis=-1)).all(-1) for a, b in zip(*scores, strict=True)]
+    distinct = [(np.diff(chosen, axis=-1) > 0).all(-1) for chosen in found[1]]
+    return float(np.mean([a & b for a, b in zip(alike, distinct, strict=True)]))
 
 
-def _selections(model: Model, rows: int, context: int, seed: int = 0) -> list[np.ndarray]:
-    """What each selecting layer selects, int32 [B, T, index_topk], ascending."""
-    cache, batch = random_pages(model.init_cache(rows, context + 1)), step_at(model, rows, context, 1)
-    c, rng = model.config.text_config, np.random.default_rng(seed)
+def _random_queries(config: ModelConfig, rows: int, seed: int = 0) -> IndexQuery:
+    """One query of each row, on the host."""
+    c, rng = config.text_config, np.random.default_rng(seed)
     heads = (rows, 1, c.index_n_heads)
-    query = IndexQuery(
+    return IndexQuery(
         rng.integers(0, 256, (*heads, c.index_head_dim // 2), np.uint8),
         rng.integers(124, 131, (*heads, c.index_head_dim // MXFP4_GROUP), np.uint8),
         rng.normal(size=heads).astype(ml_dtypes.bfloat16),
     )
+
+
+def _selections(model: Model, queries: IndexQuery, context: int) -> list[np.ndarray]:
+    """What each selecting layer selects, int32 [B, T, index_topk], ascending."""
+    rows = len(queries.values)
+    cache, batch = random_pages(model.init_cache(rows, context + 1)), step_at(model, rows, context, 1)
     spec = model.rules.spec("batch")
     arguments = spec, spec, cache_specs(cache, model.rules)
     step = over_devices(functools.partial(_select_all, config=model.config), model.mesh, model.rules, arguments, spec)
-    found = jax.jit(step, compiler_options=compiler_options())(model.place_rows(query), batch, cache)
+    found = jax.jit(step, compiler_options=compiler_options())(model.place_rows(queries), batch, cache)
     return [np.sort(fetch(x), axis=-1) for x in found]
+
+
+def _scores_of(one: Model, queries: IndexQuery, context: int, chosen: list[np.ndarray]) -> list[np.ndarray]:
+    """Index scores float32 [B, T, index_topk] of chosen entries; unused ones score -inf."""
+    rows, c = len(queries.values), one.config.text_config
+    cache, size = random_pages(one.init_cache(rows, context + 1)), c.candidate_block_size
+    selecting = [layer for layer in one.schedule.layers if layer.selects]
+    found = []
+    for layer, ids in zip(selecting, chosen, strict=True):
+        pages = cache.layout.physical_pages(cache.page_table, layer.ratio)
+        visible = jnp.full((rows, 1), (context + 1) // layer.ratio, jnp.int32)
+        blocks = jnp.where(ids < 0, -1, ids // size)
+        keys = LayerCache.of(cache, layer).index
+        parts = (jnp.asarray(x) for x in (queries.values, queries.scales, queries.weights))
+        scores = entry_scores(*parts, keys, pages, visible, blocks, block_size=size)
+        scores = scores.reshape(*ids.shape, size)
+        found.append(np.asarray(jnp.take_along_axis(scores, jnp.asarray(ids % size)[..., None], axis=-1)[..., 0]))
+    return found
 
 
 def _select_all(

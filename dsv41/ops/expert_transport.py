@@ -162,14 +162,15 @@ class Ragged:
         entries = _by_owner(plan, sizes, _of_round(plan, sizes, start))
         # [devices that send, devices that receive, 3]
         told = collectives.gather(jnp.stack([pairs, entries, first], axis=-1)[None], sizes.axes)
-        came = _ragged_all_to_all(
-            sizes,
+        came = ragged_all_to_all(
             self.rows,
             jnp.zeros((sizes.devices * sizes.capacity, *self.rows.shape[1:]), self.rows.dtype),
             jnp.minimum(plan.first_pair + start, self.rows.shape[0]),
             pairs,
             jnp.full(sizes.devices, me * sizes.capacity, jnp.int32),
             told[:, me, 0],
+            axes=sizes.axes,
+            pieces=sizes.pieces,
         )
         results = experts(came, None)
         before = jnp.cumsum(told[..., 1], axis=0) - told[..., 1]
@@ -178,14 +179,15 @@ class Ragged:
             """Entries from a first one on, counted on each device through those that came there."""
             begin = number * sizes.at_once
             skipped, end = (jnp.clip(bound - before, 0, told[..., 1]) for bound in (begin, begin + sizes.at_once))
-            return _ragged_all_to_all(
-                sizes,
+            return ragged_all_to_all(
                 results(begin),
                 home,
                 jnp.clip(before[:, me] - begin, 0, sizes.at_once),
                 (end - skipped)[:, me],
                 told[:, me, 2] + skipped[:, me],
                 (end - skipped)[me],
+                axes=sizes.axes,
+                pieces=sizes.pieces,
             )
 
         if sizes.at_once >= sizes.devices * sizes.room:
@@ -194,27 +196,41 @@ class Ragged:
         return jax.lax.fori_loop(0, agreed(parts, sizes.axes, self.token_axes), part, home)
 
 
-def _ragged_all_to_all(
-    sizes: ExchangeSizes,
+def ragged_all_to_all(
     rows: jax.Array,
     output: jax.Array,
     first: jax.Array,
     count: jax.Array,
     at: jax.Array,
     came: jax.Array,
+    *,
+    axes: MeshAxes,
+    pieces: int,
 ) -> jax.Array:
-    """`jax.lax.ragged_all_to_all` of int32 [devices] offsets and sizes, in `sizes.pieces` updates for each device."""
+    """`jax.lax.ragged_all_to_all` with one run of rows for each device, which travels in several updates.
 
-    def begins(count: jax.Array) -> tuple[jax.Array, jax.Array]:
+    Args:
+      rows: [n, ...] of this device.
+      output: [m, ...], into which what comes is written.
+      first, count: int32 [devices], the rows that go to each.
+      at: int32 [devices], where they begin in its output.
+      came: int32 [devices], how many come from each.
+      axes: mesh axes of the devices.
+      pieces: updates for each.
+
+    Returns:
+      output with what came.
+    """
+
+    def bounds(count: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Where pieces begin and end, [devices, pieces]."""
-        each = -(-count // sizes.pieces)[:, None]
-        begin = jnp.minimum(jnp.arange(sizes.pieces) * each, count[:, None])
+        each = -(-count // pieces)[:, None]
+        begin = jnp.minimum(jnp.arange(pieces) * each, count[:, None])
         return begin, jnp.minimum(begin + each, count[:, None])
 
-    begin, end = begins(count)
-    came_begin, came_end = begins(came)
+    (begin, end), (came_begin, came_end) = bounds(count), bounds(came)
     updates = first[:, None] + begin, end - begin, at[:, None] + begin, came_end - came_begin
-    return jax.lax.ragged_all_to_all(rows, output, *(x.reshape(-1) for x in updates), axis_name=sizes.axes)
+    return jax.lax.ragged_all_to_all(rows, output, *(x.reshape(-1) for x in updates), axis_name=axes)
 
 
 def agreed(count: jax.Array, axes: MeshAxes, token_axes: MeshAxes) -> jax.Array:
@@ -237,7 +253,7 @@ def _by_owner(plan: ExchangePlan, sizes: ExchangeSizes, entries: jax.Array) -> j
 # GPUs that XLA's own kernel for ragged exchanges can serve, and updates a device that keep its thread blocks busy.
 _KERNEL_GPUS = 8
 _MOST_PIECES = 256
-_PIECE_ROWS = 8
+_PIECE_ROWS = 2
 
 
 def choose_transport(devices: int, asked: str | None = None) -> str:
@@ -260,8 +276,8 @@ def choose_transport(devices: int, asked: str | None = None) -> str:
 def update_pieces(devices: int, rows: int) -> int:
     """Updates in which up to `rows` rows go to one of so many devices, with "ragged".
 
-    XLA's kernel between GPUs copies every update with one thread block, which moves about 2.5 GB/s on an H200: it needs
-    hundreds of them. TPUs copy an update at full speed.
+    XLA's kernel between GPUs copies every update with one thread block, which moves 3 to 6 GB/s on an H200: it needs
+    hundreds of them (docs/benchmarks.md). TPUs copy an update at full speed.
     """
     return min(max(rows // devices // _PIECE_ROWS, 16), _MOST_PIECES) if _platform() == "gpu" else 1
 

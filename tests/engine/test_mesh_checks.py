@@ -15,9 +15,12 @@ def test_selections(mesh, monkeypatch):
     model = small_model()
     spread = on_mesh(model, mesh, "decode")
     assert selection_agreement(model, spread, rows=2, context=700) == 1
-    sets = mesh_checks._selections(model, 2, 700)
+    queries = mesh_checks._random_queries(model.config, 2)
+    sets, there = (mesh_checks._selections(m, queries, 700) for m in (model, spread))
     assert len(sets) == sum(layer.selects for layer in model.schedule.layers)
-    assert all((np.diff(s) > 0).all() and s.min() >= 0 for s in sets)
+    for here, other in zip(sets, there, strict=True):
+        np.testing.assert_array_equal(here, other)  # plain XLA takes the first of equal scores everywhere
+        assert (np.diff(here) > 0).all() and here.min() >= 0
     if mesh == "sequence=2":  # a merge that takes what lies on one device only is found out
 
         def no_merge(found, axes, ordered):

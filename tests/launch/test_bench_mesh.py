@@ -1,14 +1,20 @@
 """launch.bench_mesh: its parts on virtual devices, how a step is shared out, and bad input."""
 
+import functools
 import json
 import re
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from dsv41.engine.step_profile import LayerKernels
+from dsv41.sharding import make_mesh
 from launch import bench_mesh
 from launch.cli import run
+from tests.ragged_emulation import emulated_ragged_all_to_all
 
 needs_two = pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 
@@ -66,3 +72,18 @@ def test_shares():
 def test_bad_input(argv, message, capsys):
     assert start("--part=steps", *argv) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+@needs_two
+def test_equal_parts_of_a_ragged_exchange(monkeypatch):
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", emulated_ragged_all_to_all)
+    monkeypatch.setattr(bench_mesh, "update_pieces", lambda devices, rows: 3)
+    mesh = make_mesh({"data": 2}, jax.devices()[:2])
+    x = jnp.arange(2 * 8 * bench_mesh._ROW_WORDS, dtype=jnp.float32)
+
+    def spread(collective):
+        spec = PartitionSpec("data")
+        return jax.jit(jax.shard_map(collective, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(x)
+
+    found = spread(functools.partial(bench_mesh._equal_parts_ragged, mesh=mesh))
+    np.testing.assert_array_equal(found, spread(lambda x: jax.lax.all_to_all(x, "data", 0, 0, tiled=True)))
