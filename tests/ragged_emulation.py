@@ -29,5 +29,5 @@ def emulated_ragged_all_to_all(operand, output, input_offsets, send_sizes, outpu
     complete = written.sum() == sizes[:, me].sum()
     fits = (first >= 0).all() & (first + sizes <= operand.shape[0]).all() & (sizes >= 0).all()
     agreed = (sizes[:, me].reshape(-1) == recv_sizes).all() & (written <= 1).all() & complete & fits
-    bad = jnp.nan if output.dtype == jnp.bfloat16 else jnp.iinfo(output.dtype).max
+    bad = jnp.nan if jnp.issubdtype(output.dtype, jnp.floating) else jnp.iinfo(output.dtype).max
     return jnp.where(agreed, output, jnp.full_like(output, bad))
