@@ -18,7 +18,7 @@ Two transports give the same results:
 | "ragged" | TPU, GPU | what there is, `ragged_all_to_all` | `all_gather` of 3 integers a pair, out, back |
 | "padded" | elsewhere | whole buffers, `all_to_all` | out, back |
 
-XLA has no ragged exchange for CPU, and refuses it between GPUs of several processes and between more than eight GPUs.
+XLA has no ragged exchange for CPU, and may refuse it between GPUs of several processes or more than eight GPUs.
 
 The ragged one has room for results of four times the fair share of rows; where more come, it sends back several times.
 Where there may be more rounds than one, the maximum of an integer comes before the first. Loops have a length that is

@@ -239,7 +239,7 @@ def test_the_transport_is_said_once(caplog):
         ("tpu", 256, 64, "ragged", 1),
         ("gpu", 2, 1, "ragged", 256),
         ("gpu", 8, 1, "ragged", 96),
-        ("gpu", 8, 2, "padded", 96),  # XLA refuses: its kernel reaches the GPUs of one process
+        ("gpu", 8, 2, "padded", 96),  # the kernel reaches the GPUs of one process
         ("gpu", 16, 1, "padded", 48),
     ],
 )
