@@ -72,7 +72,7 @@ def selection_agreement(one: Model, other: Model, *, rows: int, context: int) ->
     found = [_selections(model, queries, context) for model in (one, other)]
     scores = [_scores_of(one, queries, context, chosen) for chosen in found]
     alike = [(np.sort(a, axis=-1) == np.sort(b, axis=-1)).all(-1) for a, b in zip(*scores, strict=True)]
-    distinct = [(np.diff(chosen, axis=-1) > 0).all(-1) for chosen in found[1]]
+    distinct = [((np.diff(chosen, axis=-1) > 0) | (chosen[..., 1:] < 0)).all(-1) for chosen in found[1]]
     return float(np.mean([a & b for a, b in zip(alike, distinct, strict=True)]))
 
 

@@ -26,7 +26,7 @@ from pallas_kernels.measure import KernelEvent, trace_kernels
 _MOST_PAGES = 1 << 14  # logical pages of a sequence, more than 1M tokens take
 _LAYER = re.compile(r"/layer_(\d+)/(?:(attention|moe|engram)/)?([a-z_]*)")
 _CALL = re.compile(r"/jit\([^()]*\)")  # functions that layers share stand between the names of scopes
-# XLA's own kernels between devices are named as in C++, NCCL's not after the instruction, and copies after nothing.
+# What talks to other devices is told by the kernel's name (NCCL's, XLA's own in C++) or, copies, by the instruction's.
 _COLLECTIVE_KERNEL = re.compile(
     r"nccl|all[-_]?to[-_]?all|all[-_]?gather|all[-_]?reduce|reduce[-_]?scatter|collective[-_]?permute|MultiGpuBarrier",
     re.IGNORECASE,
