@@ -151,7 +151,7 @@ def _collective_seconds(mesh, name: str, size: int, calls: int = 20) -> float:
 def _equal_parts_ragged(x: jax.Array, *, mesh: Mesh) -> jax.Array:
     """An all_to_all of rows as wide as those of the released experts."""
     axes, devices = mesh.axis_names, mesh.size
-    rows = x.reshape(-1, _ROW_WORDS)
+    rows = x.reshape(-1, min(_ROW_WORDS, x.size // devices))
     count = jnp.full(devices, rows.shape[0] // devices, jnp.int32)
     first, at = jnp.arange(devices) * count, jax.lax.axis_index(axes) * count
     pieces = update_pieces(devices, rows.shape[0])

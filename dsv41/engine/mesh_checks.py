@@ -69,10 +69,11 @@ def selection_agreement(one: Model, other: Model, *, rows: int, context: int) ->
     `one` must be on one device.
     """
     queries = _random_queries(one.config, rows)
-    found = [_selections(model, queries, context) for model in (one, other)]
-    scores = [_scores_of(one, queries, context, chosen) for chosen in found]
-    alike = [(np.sort(a, axis=-1) == np.sort(b, axis=-1)).all(-1) for a, b in zip(*scores, strict=True)]
-    distinct = [((np.diff(chosen, axis=-1) > 0) | (chosen[..., 1:] < 0)).all(-1) for chosen in found[1]]
+    here, there = (_selections(model, queries, context) for model in (one, other))
+    chosen = [np.stack(pair, axis=-2) for pair in zip(here, there, strict=True)]  # [B, T, 2, index_topk]
+    scores = [np.sort(x, axis=-1) for x in _scores_of(one, queries, context, chosen)]
+    alike = [(x[..., 0, :] == x[..., 1, :]).all(-1) for x in scores]
+    distinct = [((np.diff(ids, axis=-1) > 0) | (ids[..., 1:] < 0)).all(-1) for ids in there]
     return float(np.mean([a & b for a, b in zip(alike, distinct, strict=True)]))
 
 
@@ -99,7 +100,7 @@ def _selections(model: Model, queries: IndexQuery, context: int) -> list[np.ndar
 
 
 def _scores_of(one: Model, queries: IndexQuery, context: int, chosen: list[np.ndarray]) -> list[np.ndarray]:
-    """Index scores float32 [B, T, index_topk] of chosen entries; unused ones score -inf."""
+    """Index scores float32 [B, T, ...] of each selecting layer's chosen entries; unused ones score -inf."""
     rows, c = len(queries.values), one.config.text_config
     cache, size = random_pages(one.init_cache(rows, context + 1)), c.candidate_block_size
     selecting = [layer for layer in one.schedule.layers if layer.selects]
@@ -107,7 +108,7 @@ def _scores_of(one: Model, queries: IndexQuery, context: int, chosen: list[np.nd
     for layer, ids in zip(selecting, chosen, strict=True):
         pages = cache.layout.physical_pages(cache.page_table, layer.ratio)
         visible = jnp.full((rows, 1), (context + 1) // layer.ratio, jnp.int32)
-        blocks = jnp.where(ids < 0, -1, ids // size)
+        blocks = jnp.where(ids < 0, -1, ids // size).reshape(rows, 1, -1)
         keys = LayerCache.of(cache, layer).index
         parts = (jnp.asarray(x) for x in (queries.values, queries.scales, queries.weights))
         scores = entry_scores(*parts, keys, pages, visible, blocks, block_size=size)

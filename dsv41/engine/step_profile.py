@@ -27,11 +27,11 @@ _MOST_PAGES = 1 << 14  # logical pages of a sequence, more than 1M tokens take
 _LAYER = re.compile(r"/layer_(\d+)/(?:(attention|moe|engram)/)?([a-z_]*)")
 _CALL = re.compile(r"/jit\([^()]*\)")  # functions that layers share stand between the names of scopes
 # What talks to other devices is told by the kernel's name (NCCL's, XLA's own in C++) or, copies, by the instruction's.
-_COLLECTIVE_KERNEL = re.compile(
-    r"nccl|all[-_]?to[-_]?all|all[-_]?gather|all[-_]?reduce|reduce[-_]?scatter|collective[-_]?permute|MultiGpuBarrier",
+_COLLECTIVE = re.compile(
+    r"nccl|(ragged-)?all[-_]?to[-_]?all|all[-_]?gather|all[-_]?reduce|reduce[-_]?scatter|collective[-_]?permute"
+    r"|MultiGpuBarrier",
     re.IGNORECASE,
 )
-_COLLECTIVE = re.compile(r"(ragged-all-to-all|all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute)\b")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*metadata=\{[^}]*op_name=\"([^\"]*)\"", re.MULTILINE)
 
 
@@ -181,7 +181,7 @@ def _by_layer(events: list[KernelEvent], scopes: dict[str, str], steps: int) -> 
         part = "/".join(p for p in match.groups()[1:] if p) if match else ""
         if match is None and event.hlo_op.startswith("ragged-all-to-all"):
             part = "moe/experts"  # XLA drops the scope, so the layer is lost; only the experts' exchange is ragged
-        if _COLLECTIVE_KERNEL.search(event.name) or _COLLECTIVE.match(event.hlo_op):
+        if _COLLECTIVE.search(event.name) or _COLLECTIVE.match(event.hlo_op):
             part = f"{part}/collective".strip("/")
         elif part == "moe/experts" and "/products/" in scope:
             part += "/products"

@@ -15,6 +15,7 @@ from dsv41.engine.step_profile import (
     _INSTRUCTION,
     StepShape,
     _by_layer,
+    _scopes_of_its_own,
     compile_steps,
     profile_steps,
     random_pages,
@@ -114,6 +115,18 @@ def test_steps_compiled_side_by_side_are_the_forward_pass(mesh):
         scopes = dict(_INSTRUCTION.findall(run_step.as_text()))
         layer, _ = _by_layer([_event(op, 1.0) for op in scopes], scopes, 1)
         assert {"moe/experts", "moe/experts/products", "moe/route", "attention/attend"} <= set(layer.parts)
+
+
+def test_scopes_are_not_those_of_another_program_in_the_cache():
+    for name in ("first", "second"):
+
+        def step(x, name=name):
+            with jax.named_scope(name):
+                return jnp.sin(x) * 1.25
+
+        with _scopes_of_its_own():
+            text = jax.jit(step).lower(jnp.ones(7)).compile().as_text()
+        assert f"/{name}/" in text
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a CPU's trace lists no kernels")

@@ -75,11 +75,12 @@ def test_bad_input(argv, message, capsys):
 
 
 @needs_two
-def test_equal_parts_of_a_ragged_exchange(monkeypatch):
+@pytest.mark.parametrize("words", [8 * bench_mesh._ROW_WORDS, 16])  # the second: less than a row for each device
+def test_equal_parts_of_a_ragged_exchange(monkeypatch, words):
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", emulated_ragged_all_to_all)
     monkeypatch.setattr(bench_mesh, "update_pieces", lambda devices, rows: 3)
     mesh = make_mesh({"data": 2}, jax.devices()[:2])
-    x = jnp.arange(2 * 8 * bench_mesh._ROW_WORDS, dtype=jnp.float32)
+    x = jnp.arange(2 * words, dtype=jnp.float32)
 
     def spread(collective):
         spec = PartitionSpec("data")
