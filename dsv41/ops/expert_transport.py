@@ -265,7 +265,7 @@ def choose_transport(devices: int, asked: str | None = None) -> str:
     if asked not in (None, "ragged", "padded"):
         raise DSV41Error(f"expert exchange: no transport {asked!r}, expected ragged or padded")
     platform = _platform()
-    # Between other GPUs XLA refuses ragged exchanges, unless flags allow a call for every update.
+    # Between other GPUs XLA may refuse ragged exchanges, or make a call of every update.
     in_reach = devices <= _KERNEL_GPUS and jax.process_count() == 1
     chosen = asked or ("ragged" if platform == "tpu" or (platform == "gpu" and in_reach) else "padded")
     where = "" if platform != "gpu" or in_reach else f", {devices} of them in {jax.process_count()} processes"
