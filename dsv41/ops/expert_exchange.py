@@ -4,8 +4,9 @@ Every device has tokens of its own and the experts of its own stacks. A token go
 one of its experts, in the form in which experts see it: FP8 values and scales before FP8 and FP4 weights (which is half
 the bytes and what they would be rounded to there), bfloat16 before bfloat16 ones. With it go the slots and routing
 weights of its experts there. One bfloat16 row a (token, expert) comes back, and the token's own device sums these in
-ascending order of experts. So the result has the bits of the unsharded product. Sums made before the way back would
-have others, and in float32 they would be fewer bytes only where a token has more than two experts on a device.
+ascending order of experts. So the result has the bits of the unsharded product (on GPUs where both have blocks of 8
+rows or both larger ones: their kernels do not round alike). Sums made before the way back would have others, and in
+float32 they would be fewer bytes only where a token has more than two experts on a device.
 
 What is sent from one device to another is limited to `capacity` tokens at a time, so that memory is bounded; what does
 not fit goes in another round, and no token is ever dropped. All devices agree on the number of rounds beforehand. A
@@ -20,7 +21,8 @@ Two transports give the same results:
 
 XLA has no ragged exchange for CPU, and may refuse it between GPUs of several processes or more than eight GPUs.
 
-The ragged one has room for results of four times the fair share of rows; where more come, it sends back several times.
+The ragged one has room for results of up to four times the fair share of rows; where more come, it multiplies and sends
+back several times.
 Where there may be more rounds than one, the maximum of an integer comes before the first. Loops have a length that is
 known at run time only, so such a step has no reverse-mode derivative.
 """
@@ -55,8 +57,9 @@ from pallas_kernels.rounding import round_to_bf16
 
 # Rows that a device makes room for in a round, of tokens that come and, with "padded", of results that go back.
 _ROUND_ROWS = 16384
-# Rows of the expert product at a time.
+# Rows of the expert product at a time: so many, or more where a device has many experts, which it reads each time.
 _PRODUCT_ROWS = 8192
+_EXPERT_ROWS = 128
 # Bytes of a row that travels are a multiple: TPUs move whole tiles of 128 words of 32 bits.
 _ROW_BYTES = 512
 
@@ -90,7 +93,7 @@ def exchanged_experts(
       placement: which experts are in the stacks; None: each device has its share of all, in order.
       transport: "ragged" or "padded"; None: by the devices of the mesh.
       capacity: tokens from one device to another in a round; None: as many as memory should take.
-      at_once: results that go back at once where the transport is ragged; None: four times the fair share.
+      at_once: results that go back at once where the transport is ragged; None: up to four times the fair share.
       pieces: updates in which what goes to a device travels where the transport is ragged; None: by the devices.
 
     Returns:
@@ -131,7 +134,9 @@ def _limits(
         capacity = max(_ROUND_ROWS // (devices if ragged else most), 1)
     capacity = min(capacity, tokens)
     if not ragged or at_once is None:
-        at_once = min(max(4 * tokens * k, 64), _PRODUCT_ROWS) if ragged else most * capacity
+        at_once = most * capacity
+        if ragged:
+            at_once = min(max(4 * tokens * k, 64), max(_PRODUCT_ROWS, _EXPERT_ROWS * slots))
     return capacity, min(at_once, most * capacity)
 
 
@@ -242,8 +247,7 @@ def _experts(
         jnp.full(most, fill, value.dtype).at[at].set(value, mode="drop")
         for fill, value in ((came.shape[0], row), (sizes.slots, slot.reshape(-1) - 1), (0, weight.reshape(-1)))
     )
-    # With twice the fair share of rows, most experts fill one block only.
-    block = block_rows(min(2 * sizes.tokens * sizes.k, sizes.at_once), sizes.slots)
+    block = block_rows(min(sizes.tokens * sizes.k, sizes.at_once), sizes.slots)
 
     def results(first: jax.Array | int) -> jax.Array:
         row, slot, weight = (jax.lax.dynamic_slice_in_dim(a, first, sizes.at_once) for a in entries)

@@ -71,6 +71,7 @@ SPECS = (
     _spec("decode_e6", "bench", "tune", "aot", experts=6, blocks=6, rows=8),
     _spec("decode_e6_one_used", "bench", experts=6, blocks=8, rows=8, used=1),
     _spec("decode_e48", "bench", "tune", "aot", experts=48, blocks=48, rows=8),
+    _spec("decode_e48_blocks2", "bench", experts=48, blocks=96, rows=8),
     _spec("decode_e48_rows16", "bench", experts=48, blocks=48, rows=16),
     _spec("decode_e48_rows32", "bench", experts=48, blocks=48, rows=32),
     _spec("decode_e48_rows64", "bench", experts=48, blocks=48, rows=64),
