@@ -28,14 +28,14 @@ class BlockLayout(NamedTuple):
 def block_rows(rows: int, num_experts: int) -> int:
     """Rows of a block, 8, 32, 64 or 128, for an even share of `rows` to each expert.
 
-    What blocks cost decides, not what is padded: on a GPU, one of 32 rows takes as long as two of 8, and 128 rows as
-    three (docs/benchmarks.md). So up to twelve rows an expert go into as many blocks of 8 as it takes; more get room
-    for a quarter above the share, so that most experts fill one block only.
+    What blocks cost decides, not what is padded: on a GPU, one of 32 rows takes less than two of 8, and 128 rows less
+    than three (docs/benchmarks.md). So up to ten rows an expert go into as many blocks of 8 as it takes; more get room
+    for an eighth above the share, so that most experts fill one block only.
     """
     share = rows / num_experts
-    if share <= 12:
+    if share <= 10:
         return 8
-    return min(max(1 << math.ceil(math.log2(1.25 * share)), 32), 128)
+    return min(max(1 << math.ceil(math.log2(1.125 * share)), 32), 128)
 
 
 def layout_by_expert(chosen: jax.Array, weights: jax.Array, num_experts: int, *, block: int) -> BlockLayout:

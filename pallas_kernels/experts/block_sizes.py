@@ -152,6 +152,16 @@ class ManyPlan:
     def chunks(self) -> int:
         return self.width // MANY_CHUNK
 
+    @property
+    def together(self) -> int:
+        """Chunks between barriers of a thread block: two where the ring is long."""
+        return 2 if self.stages > 4 else 1
+
+    @property
+    def ahead(self) -> int:
+        """Chunks that are copied before the first product: a chunk's products may last into the next step."""
+        return self.stages - 1 - self.together
+
     # Offsets in a slot, behind the rows of the block
 
     @property

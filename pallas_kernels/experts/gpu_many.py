@@ -10,6 +10,7 @@ E2M1 codes moved to the right place of a bfloat16 are the value times 2^-126. On
 is exact where that is a bfloat16, otherwise two are. Scale bytes of 0 and 255 and infinite sums are as in `gpu_few`.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pallas_kernels.experts import gpu_blocks
@@ -23,7 +24,7 @@ _UNIT_PAIR = 0x7E807E80  # two bfloat16 of 2^126
 _SHIFT_PAIR = 0x3F003F00  # added to two bfloat16 multiplies them by 2^126
 _HALF = TILE_ROWS // 2
 _WARPGROUPS = 4
-_GROUPS = MANY_CHUNK // GROUP
+_PAIRS = range(0, MANY_CHUNK // GROUP, 2)  # of groups
 _LINE = 128  # bytes of a row of B: 64 channels
 
 
@@ -54,45 +55,59 @@ class ManyRows:
             gpu_blocks.list_blocks(s, self.block_expert, plan.blocks, plan.experts, self.list)
         s.barrier()
         stop = s.load_shared(self.list) * plan.tiles
-        ahead = (s.block(), s.const(0))
-        for i in range(plan.stages - 2):
+        first = s.block()
+        ahead = [first, s.const(0), *self._place(first, stop, [s.const(0)] * 2)]
+        for i in range(plan.ahead):
             ahead = self._copy_chunk(*ahead, self.ring + i * plan.slot_bytes, stop)
 
-        def item(number, slot, free, copied, chunk):
+        def item(number, slot, free, *ahead):
             position = number // plan.tiles
             block, _ = gpu_blocks.listed(s, self.list, position)
             weight = None
             if plan.gated:
                 row = s.min(self.lane.thread, plan.rows - 1)
                 weight = s.load_words(s.row(self.row_weight, block * plan.rows + row, 4), 1)[0]
-            *state, sums = self._tile(slot, free, copied, chunk, stop)
+            *state, sums = self._tile(slot, free, ahead, stop)
             self._finish(block, number - position * plan.tiles, weight, sums)
             return state
 
-        free = self.ring + (plan.stages - 2) * plan.slot_bytes
+        free = self.ring + plan.ahead * plan.slot_bytes
         s.for_range(s.block(), stop, plan.grid, (self.ring, free, *ahead), item)
         s.wait_copies(0)
 
     # Copies
 
-    def _copy_chunk(self, item: Word, chunk: Word, slot: Word, stop: Word) -> tuple[Word, Word]:
-        """Starts copying a chunk into a slot; nothing from `stop` on. Returns the chunk after it."""
+    def _place(self, item: Word, stop: Word, otherwise: list[Word]) -> list[Word]:
+        """The first row of an item's block in x and the first channel of its tile in the stack."""
         s, plan = self.s, self.plan
-        with s.when(item < stop):
+
+        def find():
             position = item // plan.tiles
             block, expert = gpu_blocks.listed(s, self.list, position)
-            channel = expert * plan.out + (item - position * plan.tiles) * plan.tile_out
-            self._copy_rows(block, chunk, slot)
+            return block * plan.rows, expert * plan.out + (item - position * plan.tiles) * plan.tile_out
+
+        return s.if_else(item < stop, 2, find, lambda: otherwise)
+
+    def _copy_chunk(self, item: Word, chunk: Word, row: Word, channel: Word, slot: Word, stop: Word) -> list[Word]:
+        """Starts copying a chunk of an item, which is at `_place`, into a slot; nothing from `stop` on.
+
+        Returns item, chunk and place of the next one.
+        """
+        s, plan = self.s, self.plan
+        with s.when(item < stop):
+            self._copy_rows(row, chunk, slot)
             self._copy_weights(channel, chunk, slot)
         s.commit_copies()
         ended = chunk + 1 == plan.chunks
-        return s.select(ended, item + plan.grid, item), s.select(ended, 0, chunk + 1)
+        item, chunk = s.select(ended, item + plan.grid, item), s.select(ended, 0, chunk + 1)
+        place = [row, channel]
+        return [item, chunk, *s.if_else(ended, 2, lambda: self._place(item, stop, place), lambda: place)]
 
-    def _copy_rows(self, block: Word, chunk: Word, slot: Word) -> None:
+    def _copy_rows(self, first_row: Word, chunk: Word, slot: Word) -> None:
         """Rows of 128 bytes, 64 channels, 16-byte pieces swizzled by row: first all rows' lower half of the chunk."""
         s, plan, thread = self.s, self.plan, self.thread
         row, piece = thread >> 4, thread & 15
-        source = s.offset(s.row(self.x, block * plan.rows + row, 2 * plan.width), (chunk << 8) + (piece << 4))
+        source = s.offset(s.row(self.x, first_row + row, 2 * plan.width), (chunk << 8) + (piece << 4))
         target = slot + (piece >> 3) * (plan.rows * _LINE) + (row << 7) + (((piece & 7) ^ (row & 7)) << 4)
         together = 128 * _WARPGROUPS >> 4
         if plan.rows < together:
@@ -124,38 +139,55 @@ class ManyRows:
 
     # Products
 
-    def _tile(self, slot: Word, free: Word, copied: Word, chunk: Word, stop: Word) -> list:
+    def _tile(self, slot: Word, free: Word, ahead: Sequence[Word], stop: Word) -> list:
         """Sums of a tile. Returns (slot, free slot, what to copy next, sums)."""
         s, plan = self.s, self.plan
+        first_sum = -plan.rows // 2
 
         def following(place):
             place = place + plan.slot_bytes
             return s.select(place == self.ring + plan.stages * plan.slot_bytes, self.ring, place)
 
-        def step(number, slot, free, copied, chunk, *sums):
-            s.wait_copies(plan.stages - 3)
-            s.shared_to_async()
-            s.barrier()  # the slot is full; all are done with the slot of two chunks before
-            fresh = s.select(number == 0, 1, 0)
-            at = slot + plan.scales_offset + (((self.warpgroup << 6) + (self.lane.warp << 3) + self.lane.row) << 2)
-            scales = [s.load_shared(at), s.load_shared(at, _HALF * 4)]
-            large = [((x & 0x7F7F7F7F) + 0x7F7F7F7F) & x for x in scales]  # bit 7 of bytes above 128
-            usual = s.ballot(((large[0] | large[1]) & 0x80808080) != 0) == 0
-            for pair in range(0, _GROUPS, 2):
-                words = self._load_pair(slot, pair)
-                line = slot + pair // 2 * plan.rows * _LINE
-                for i in (0, 1):
-                    operand = self._operand(words[2 * i : 2 * i + 2], scales, pair + i, usual)
-                    sums = s.add_products(sums, operand, line, 2 * i, fresh if pair + i == 0 else s.const(0))
-                    s.wait_products(1)
-                    if pair + i == 0:
-                        copied, chunk = self._copy_chunk(copied, chunk, free, stop)
-            return following(slot), following(free), copied, chunk, *sums
+        def step(number, slot, *carry):
+            (free, *ahead), sums = carry[:first_sum], carry[first_sum:]
 
-        carry = (slot, free, copied, chunk, *[s.const(0)] * (plan.rows // 2))
-        out = s.for_range(0, plan.chunks, 1, carry, step)
-        sums = s.wait_sums(out[4:])
-        return [*out[:4], [gpu_blocks.finite_or_nan(s, x) for x in sums]]
+            def copy():
+                nonlocal free, ahead
+                ahead, free = self._copy_chunk(*ahead, free, stop), following(free)
+
+            s.wait_copies(plan.ahead - plan.together)
+            s.shared_to_async()
+            s.barrier()  # the slots are full; all are done with every chunk but the last one
+            sums = self._add_chunk(slot, sums, s.select(number == 0, 1, 0), [copy] * plan.together)
+            for _ in range(1, plan.together):
+                slot = following(slot)
+                sums = self._add_chunk(slot, sums, s.const(0), [])
+            return following(slot), free, *ahead, *sums
+
+        carry = (slot, free, *ahead, *[s.const(0)] * (plan.rows // 2))
+        out = s.for_range(0, plan.chunks // plan.together, 1, carry, step)
+        sums = s.wait_sums(out[first_sum:])
+        return [*out[:first_sum], [gpu_blocks.finite_or_nan(s, x) for x in sums]]
+
+    def _add_chunk(self, slot: Word, sums: Sequence[Word], fresh: Word, then: list[Callable[[], None]]) -> list[Word]:
+        """Adds a chunk's products; `then` holds what to do after those of the first groups were started, one each."""
+        s, plan = self.s, self.plan
+        at = slot + plan.scales_offset + (((self.warpgroup << 6) + (self.lane.warp << 3) + self.lane.row) << 2)
+        scales = [s.load_shared(at), s.load_shared(at, _HALF * 4)]
+        large = [((x & 0x7F7F7F7F) + 0x7F7F7F7F) & x for x in scales]  # bit 7 of bytes above 128
+        usual = s.ballot(((large[0] | large[1]) & 0x80808080) != 0) == 0
+        # Both pairs at once take registers that 128 rows do not leave.
+        early = [self._load_pair(slot, pair) for pair in _PAIRS] if plan.rows < 128 else []
+        for pair in _PAIRS:
+            words = early[pair // 2] if early else self._load_pair(slot, pair)
+            line = slot + pair // 2 * plan.rows * _LINE
+            for i in (0, 1):
+                operand = self._operand(words[2 * i : 2 * i + 2], scales, pair + i, usual)
+                sums = s.add_products(sums, operand, line, 2 * i, fresh if pair + i == 0 else s.const(0))
+                s.wait_products(1)
+                if pair + i < len(then):
+                    then[pair + i]()
+        return sums
 
     def _load_pair(self, slot: Word, group: int) -> list[Word]:
         """Words of two groups: of each one that of the first half's row and of the second one's."""
@@ -185,9 +217,10 @@ class ManyRows:
                 factor = factor + _SHIFT_PAIR if one_product else factor
                 shifted = word << 4
                 for byte in range(4):
-                    # The low nibble, from the shifted word, is at the tops of both bytes of the lower half.
-                    code = s.permute(shifted, word, (4 + byte) * 0x1100 | byte * 0x11)
-                    value = s.merge(code, 0x80008000, (code << 2) & 0x01C001C0)
+                    # In each half the lower byte has a code at its top, the low one from the shifted word, and the
+                    # upper byte that code's sign eight times.
+                    code = s.permute(shifted, word, 0xC480 + byte * 0x1111)
+                    value = (code << 2) & 0x81C081C0
                     value = value if one_product else s.times_pairs(value, s.const(_UNIT_PAIR))
                     found.append(s.times_pairs(value, factor))
             return found

@@ -31,7 +31,8 @@ class Program(Simt):
     # Bytes and floats
 
     def permute(self, a: Word, b: Word, selector: int) -> Word:
-        """Bytes of two words, the lowest nibble of the selector for the lowest byte."""
+        """Bytes of two words, the lowest nibble of the selector for the lowest byte; eight more for the byte's highest
+        bit, eight times."""
         return _word(f"prmt.b32 $0, $1, $2, {selector};", a, b)
 
     def lookup(self, table: tuple[Word, Word], indices: Word) -> Word:

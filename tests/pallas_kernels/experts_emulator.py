@@ -29,7 +29,7 @@ class ExpertsEmulator(IndexerEmulator):
         return self.const(np.float32(value).view(_U32))
 
     def permute_by(self, a, b, selector):
-        return self._bytes_of(a, b, [selector >> 4 * i & 7 for i in range(4)])
+        return self._bytes_of(a, b, [selector >> 4 * i & 15 for i in range(4)])
 
     def _calculated(self, fn, *words):
         with np.errstate(all="ignore"):

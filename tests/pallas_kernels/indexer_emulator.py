@@ -42,15 +42,19 @@ class IndexerEmulator(Emulator):
     # Bytes and floats
 
     def permute(self, a, b, selector):
-        return self._bytes_of(a, b, [self.const(selector >> 4 * i & 7) for i in range(4)])
+        return self._bytes_of(a, b, [self.const(selector >> 4 * i & 15) for i in range(4)])
 
     def lookup(self, table, indices):
         return self._bytes_of(*table, [indices >> 4 * i & 7 for i in range(4)])
 
     @staticmethod
     def _bytes_of(a, b, places):
+        """Eight and a place stand for its highest bit, eight times."""
         data = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
-        parts = [(data >> (place.astype(np.uint64) * np.uint64(8)) & np.uint64(255)).astype(_U32) for place in places]
+        parts = []
+        for place in places:
+            byte = (data >> (place & 7).astype(np.uint64) * np.uint64(8) & np.uint64(255)).astype(_U32)
+            parts.append(np.where(place & 8, (byte >> 7) * _U32(255), byte))
         return parts[0] | parts[1] << 8 | parts[2] << 16 | parts[3] << 24
 
     def merge(self, a, mask, b):

@@ -43,6 +43,13 @@ def test_ways_to_divide_the_work(changes):
     cases.check(emulated_expert_blocks(args, cases.LIMIT, grid=5, **changes), args)
 
 
+@pytest.mark.parametrize("stages", [3, 4, 5])
+def test_rings_of_many_rows(stages):
+    """Short ones have a barrier for every chunk, long ones for every two."""
+    args = _args("unused", SIZES[1])
+    cases.check(emulated_expert_blocks(args, cases.LIMIT, grid=3, stages=stages), args)
+
+
 def test_unused_blocks_are_not_touched():
     args = _args("none_used", SIZES[0])
     assert np.isnan(emulated_expert_blocks(args, cases.LIMIT, grid=2).astype(np.float32)).all()
