@@ -25,17 +25,18 @@ class BlockLayout(NamedTuple):
     place: jax.Array
 
 
-def block_rows(rows: int, num_experts: int) -> int:
-    """Rows of a block, 8, 32, 64 or 128, for an even share of `rows` to each expert.
+# Rows of a block, and an expert's share up to which they are used. What blocks cost decides, not what is padded: on a
+# GPU, a block of 32 rows takes less than two of 8, and one of 128 as much as three (docs/benchmarks.md).
+_BLOCKS = ((8, 10), (32, 28), (64, 60), (128, math.inf))
 
-    What blocks cost decides, not what is padded: on a GPU, one of 32 rows takes less than two of 8, and 128 rows less
-    than three (docs/benchmarks.md). So up to ten rows an expert go into as many blocks of 8 as it takes; more get room
-    for an eighth above the share, so that most experts fill one block only.
+
+def block_rows(rows: int, num_experts: int) -> int:
+    """Rows of a block, 8, 32, 64 or 128, where `rows` are spread evenly over the experts, as far as chance does that.
+
+    Up to ten rows an expert go into as many blocks of 8 as it takes; more get room, so that most experts fill one
+    block only.
     """
-    share = rows / num_experts
-    if share <= 10:
-        return 8
-    return min(max(1 << math.ceil(math.log2(1.125 * share)), 32), 128)
+    return next(block for block, most in _BLOCKS if rows <= most * num_experts)
 
 
 def layout_by_expert(chosen: jax.Array, weights: jax.Array, num_experts: int, *, block: int) -> BlockLayout:

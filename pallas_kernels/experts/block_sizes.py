@@ -114,7 +114,7 @@ class FewPlan:
 
 @dataclasses.dataclass(frozen=True)
 class ManyPlan:
-    """Of a kernel for blocks of many rows, whose products are bound by the matrix units.
+    """Of a kernel for blocks of many rows, whose products are bound by dequantising and by the matrix units.
 
     Four warpgroups take a tile of 256 weight rows and a block at a time; thread blocks take every `grid`-th pair.
 

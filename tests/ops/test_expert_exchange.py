@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from dsv41.config import DSV41Error
-from dsv41.ops import expert_transport
+from dsv41.ops import expert_exchange, expert_transport
 from dsv41.ops.expert_copies import with_copies
 from dsv41.ops.expert_exchange import dequantize_by_product, exchanged_experts
+from dsv41.ops.expert_layout import block_rows
 from dsv41.ops.linear import QuantizedArray, WeightFormat
 from dsv41.ops.moe import routed_experts
 from dsv41.sharding import AXES, ExpertPlacement, ShardingRules, make_mesh, plan_copies
@@ -134,6 +135,18 @@ RAGGED_ROUNDS = {
 @pytest.mark.parametrize("name", _routings())
 def test_any_routing_gives_the_same_bits_ragged(name, rounds, ragged):
     _same(*_routings()[name], transport="ragged", **RAGGED_ROUNDS[rounds])
+
+
+@pytest.mark.parametrize("transport", ["padded", "ragged"])
+def test_a_share_has_blocks_of_the_same_size_as_the_whole(transport, ragged, monkeypatch):
+    """On GPUs their size decides how products are rounded."""
+    asked = []
+    monkeypatch.setattr(expert_exchange, "block_rows", lambda *share: asked.append(share) or block_rows(*share))
+    x, weights = _tokens()
+    chosen, valid = jnp.zeros(weights.shape, jnp.int32), jnp.ones(len(x), bool)
+    _sharded.__wrapped__(transport=transport).trace(x, chosen, weights, valid, _stacks(WeightFormat.FP4_ROW))
+    assert set(asked) == {(TOKENS * TOP_K, EXPERTS // DEVICES)}
+    assert block_rows(*asked[0]) == block_rows(DEVICES * TOKENS * TOP_K, EXPERTS)
 
 
 @pytest.mark.parametrize("format, rules", [(WeightFormat.FP4_ROW, SUBSET), (WeightFormat.BF16, EVERY)])

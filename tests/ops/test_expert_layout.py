@@ -10,8 +10,8 @@ from dsv41.ops.expert_exchange import _limits
 from dsv41.ops.expert_layout import block_rows, layout_by_expert
 from pallas_kernels.experts.block_sizes import FEW_ROWS, MANY_ROWS
 
-# Time of a block of so many rows on an H200, with one block of each expert ("Experts" in docs/benchmarks.md).
-COST = {8: 269, 16: 432, 32: 475, 64: 584, 128: 741}
+# Microseconds of 192 blocks on an H200 ("Rows of a block" in docs/benchmarks.md).
+COST = {8: 980, 16: 1605, 32: 1783, 64: 2175, 128: 2967}
 
 
 @given(st.integers(0, 1 << 16), st.integers(1, 384))
@@ -21,17 +21,27 @@ def test_blocks_have_a_size_that_kernels_take(rows, experts):
     assert block <= block_rows(rows + 1, experts)
 
 
-@pytest.mark.parametrize("share", [1, 2, 4, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96, 128])
+@pytest.mark.parametrize("share", range(1, 129))
 def test_blocks_of_random_routing_cost_little_more_than_the_best(share):
     counts = np.random.default_rng(share).multinomial(share * 192, np.full(192, 1 / 192))
     cost = {block: (-(-counts // block)).sum() * us for block, us in COST.items()}
-    assert cost[block_rows(share * 192, 192)] <= 1.12 * min(cost.values())
+    assert cost[block_rows(share * 192, 192)] <= 1.08 * min(cost.values())
 
 
-@pytest.mark.parametrize("devices, slots, tokens", [(2, 192, 2048), (4, 96, 1024), (8, 48, 512), (32, 12, 256)])
-def test_a_device_reads_its_experts_once_for_half_more_than_its_share(devices, slots, tokens):
+@pytest.mark.parametrize(
+    "devices, slots, tokens", [(2, 192, 2048), (2, 192, 4096), (4, 96, 2048), (8, 48, 1024), (32, 12, 512)]
+)
+def test_a_device_reads_its_experts_once_for_a_quarter_more_than_its_share(devices, slots, tokens):
     capacity, at_once = _limits(True, devices, slots, tokens, 6, None, None)
-    assert capacity == tokens and at_once >= 1.5 * tokens * 6
+    assert capacity == tokens and at_once >= 1.25 * tokens * 6
+
+
+@given(st.integers(1, 384), st.integers(1, 1 << 14))
+def test_parts_of_the_product_are_about_equal(slots, tokens):
+    _, at_once = _limits(True, 2, slots, tokens, 6, None, None)
+    parts = -(-tokens * 6 // at_once)
+    assert parts == 1 or at_once <= 1.5 * tokens * 6 / parts
+    assert at_once <= max(8192, 192 * slots)
 
 
 _layout = jax.jit(layout_by_expert, static_argnames=("num_experts", "block"))

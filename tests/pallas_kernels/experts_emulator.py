@@ -23,7 +23,27 @@ def _bits(x: np.ndarray) -> np.ndarray:
 
 
 class ExpertsEmulator(IndexerEmulator):
-    """`pallas_kernels.experts.gpu_program.Program` in numpy."""
+    """`pallas_kernels.experts.gpu_program.Program` in numpy.
+
+    Warpgroups run apart between barriers of the block: what one of them copies must not be what products of another one
+    may still read, which are those under way at the last barrier and all since. Products read what was copied and
+    fenced before the last barrier.
+    """
+
+    def __init__(self, threads: int, block: int, shared_words: int):
+        super().__init__(threads, block, shared_words)
+        self.under_way: list[np.ndarray] = []  # words that each call of `add_products` reads, until it is waited for
+        self.may_read: list[np.ndarray] = []
+        self.fenced_at = np.zeros(shared_words, np.int64)  # how often the block met before a copy was seen by products
+        self.meetings = 0
+
+    def barrier(self):
+        super().barrier()
+        self.meetings += 1
+        self.may_read = list(self.under_way)
+
+    def shared_to_async(self):
+        self.fenced_at = np.where(self.fenced_at < 0, self.meetings, self.fenced_at)
 
     def float_const(self, value):
         return self.const(np.float32(value).view(_U32))
@@ -67,6 +87,9 @@ class ExpertsEmulator(IndexerEmulator):
     def _copy(self, shared, data):
         words = self._words(shared, 0, data.shape[1])
         for i in range(data.shape[1] // 4):
+            self.fenced_at[words[self.mask] + i] = -1
+            for read in self.may_read:
+                assert not np.isin(words[self.mask] + i, read).any(), "a copy over what products may still read"
             self._touch(words + i, "write")
             self.memory[words[self.mask] + i] = 0xDEADBEEF
         who = np.flatnonzero(self.mask)
@@ -120,6 +143,10 @@ class ExpertsEmulator(IndexerEmulator):
         assert self.mask.all(), "the block has diverged"
         columns, (address,), (new,) = 2 * len(sums), np.unique(tile), np.unique(fresh)
         assert address % 1024 == 0
+        read = np.arange(address // 4, (address + 128 * columns) // 4)
+        assert ((self.fenced_at[read] >= 0) & (self.fenced_at[read] < self.meetings)).all(), "products before a fence"
+        self.under_way.append(read)
+        self.may_read.append(read)
         lines = self.memory.view(np.uint8)[address : address + 128 * columns].reshape(columns, 8, 16)
         b = np.stack([lines[n, np.arange(8) ^ n % 8].reshape(128) for n in range(columns)])
         b = np.ascontiguousarray(b).view(ml_dtypes.bfloat16).astype(np.float64)[:, 16 * first :][:, : 16 * len(a)]
@@ -133,9 +160,10 @@ class ExpertsEmulator(IndexerEmulator):
             return [_bits(parts[:, i] + x) for i, x in enumerate(old)]
 
     def wait_products(self, pending):
-        pass
+        self.under_way = self.under_way[max(len(self.under_way) - pending, 0) :]
 
     def wait_sums(self, sums):
+        self.under_way = []
         return sums
 
 

@@ -1,6 +1,7 @@
 """The GPU kernels of the routed experts' product: their programs on an emulator, lowering, and compiled where there is
 such a GPU."""
 
+import dataclasses
 import functools
 
 import jax
@@ -18,10 +19,12 @@ from tests.pallas_kernels.experts_emulator import emulated_expert_blocks
 _SLOW = pytest.mark.slow
 # Rows, D, F; what every case runs with comes first.
 SIZES = [(8, 256, 512), (16, 256, 512), (8, 1536, 256), (32, 256, 256), (64, 512, 256), (128, 256, 768)]
+WIDE = (128, 256, 256)
 _QUICK = [(case, SIZES[0]) for case in ("unused", "minute", "nan_row", "wide_scales", "largest_and_smallest_scales")]
 _QUICK += [("clamped", SIZES[1]), ("nan_row", SIZES[1]), ("wide_scales", SIZES[1]), ("there_and_back", SIZES[3])]
+_QUICK += [("unused", SIZES[4]), ("wide_scales", WIDE)]
 _ALL = [(case, size) for size in SIZES[:2] for case in cases.CASES] + [("unused", size) for size in SIZES[2:]]
-_ALL += [("there_and_back", size) for size in SIZES[2:]]
+_ALL += [("there_and_back", size) for size in SIZES[2:]] + [("wide_scales", WIDE)]
 
 
 def _args(case: str, size: tuple[int, int, int]) -> dict:
@@ -43,11 +46,13 @@ def test_ways_to_divide_the_work(changes):
     cases.check(emulated_expert_blocks(args, cases.LIMIT, grid=5, **changes), args)
 
 
-@pytest.mark.parametrize("stages", [3, 4, 5])
-def test_rings_of_many_rows(stages):
-    """Short ones have a barrier for every chunk, long ones for every two."""
-    args = _args("unused", SIZES[1])
+@pytest.mark.parametrize("stages, rows", [(3, 128), (4, 128), (4, 16), (5, 16), (6, 16)])
+def test_rings_of_many_rows(stages, rows):
+    """Short ones have a barrier for every chunk, long ones for every two. A block has several tiles, two or none."""
+    args = _args("unused", (rows, 256, 512))
     cases.check(emulated_expert_blocks(args, cases.LIMIT, grid=3, stages=stages), args)
+    plan = dataclasses.replace(block_sizes.many_plan(True, 5, rows, 3, 512, 256), stages=stages)
+    assert (plan.together, plan.ahead) == {3: (1, 1), 4: (1, 2), 5: (2, 2), 6: (2, 3)}[stages]
 
 
 def test_unused_blocks_are_not_touched():
