@@ -34,10 +34,13 @@ def _run(implementation: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
 
 @pytest.mark.parametrize(
     "implementation",
-    [pytest.param("pallas", marks=on_device), pytest.param("tpu_interpret", marks=pytest.mark.slow)],
+    [pytest.param("auto", marks=on_device), pytest.param("tpu_interpret", marks=pytest.mark.slow)],
 )
 def test_equal_to_plain_xla(implementation, monkeypatch):
-    """Bounds as in the comparison with golden data: a near-tie moves a selection, and that the rows behind it."""
+    """Bounds as in the comparison with golden data: a near-tie moves a selection, and that the rows behind it.
+
+    On a device kernels that do not take the narrow model stay out of it.
+    """
     if implementation == "tpu_interpret":
         # Named kernels refuse what they do not take, and the small model is narrower than these two can be.
         monkeypatch.setattr("dsv41.ops.moe.expert_blocks", functools.partial(expert_blocks, implementation="xla"))
@@ -47,8 +50,14 @@ def test_equal_to_plain_xla(implementation, monkeypatch):
     difference = np.abs(logits - plain)
     print(f"\n{implementation}: logits max {difference.max():.4f}, mean {difference.mean():.4f}")
     assert difference.mean() < 0.06
-    shares = {n: (s == plain_selected[n]).all(axis=-1).mean() for n, s in selected.items()}
+    shares = {n: _shares(s, plain_selected[n]) for n, s in selected.items()}
     print(shares)
     # Every product before the first selecting layer is exact in float32; what differs there is the choice among equals.
-    assert shares.pop("selected.2") > 0.95
-    assert min(shares.values()) > 0.7
+    assert shares["selected.1"][0] > 0.95
+    assert min(entries for _, entries in shares.values()) > 0.9
+
+
+def _shares(ids: np.ndarray, others: np.ndarray) -> tuple[float, float]:
+    """Of rows with the same set, and of entries that are in the other set too; ids ascend."""
+    common = (ids[..., :, None] == others[..., None, :]) & (ids >= 0)[..., None]
+    return float((ids == others).all(axis=-1).mean()), float(common.sum() / max((ids >= 0).sum(), 1))
