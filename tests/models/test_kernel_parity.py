@@ -52,9 +52,13 @@ def test_equal_to_plain_xla(implementation, monkeypatch):
     assert difference.mean() < 0.06
     shares = {n: _shares(s, plain_selected[n]) for n, s in selected.items()}
     print(shares)
+    rows, entries = ({n: share[i] for n, share in shares.items()} for i in (0, 1))
     # Every product before the first selecting layer is exact in float32; what differs there is the choice among equals.
-    assert shares["selected.1"][0] > 0.95
-    assert min(entries for _, entries in shares.values()) > 0.9
+    assert rows["selected.1"] > 0.95
+    assert min(entries.values()) > 0.9
+    if implementation == "tpu_interpret":  # a GPU's attention rounds otherwise: docs/exactness.md
+        assert rows["selected.2"] > 0.95
+        assert min(rows.values()) > 0.7
 
 
 def _shares(ids: np.ndarray, others: np.ndarray) -> tuple[float, float]:

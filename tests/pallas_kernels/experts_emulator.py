@@ -86,10 +86,11 @@ class ExpertsEmulator(IndexerEmulator):
 
     def _copy(self, shared, data):
         words = self._words(shared, 0, data.shape[1])
+        written = words[self.mask, None] + np.arange(data.shape[1] // 4)
+        for read in self.may_read:
+            assert not np.isin(written, read).any(), "a copy over what products may still read"
+        self.fenced_at[written] = -1
         for i in range(data.shape[1] // 4):
-            self.fenced_at[words[self.mask] + i] = -1
-            for read in self.may_read:
-                assert not np.isin(words[self.mask] + i, read).any(), "a copy over what products may still read"
             self._touch(words + i, "write")
             self.memory[words[self.mask] + i] = 0xDEADBEEF
         who = np.flatnonzero(self.mask)
